@@ -1,33 +1,7 @@
 """Exceptions for every failure that a client or an operator can cause.
 
-HTTP status codes are in `api/errors.py` only.
-
-ArmatureError
-├── RequestError                 one request fails and its client receives the message
-│   ├── InvalidRequest           a value that cannot be used
-│   │   ├── ContextLengthExceeded
-│   │   ├── TemplateStopped
-│   │   ├── UnsupportedParameter
-│   │   │   └── ThreadNotFound
-│   │   └── WrongModelKind
-│   ├── ModelNotFound
-│   ├── BodyTooLarge
-│   ├── Unauthorized
-│   ├── Overloaded               carries `retry_after_seconds`
-│   │   └── RateLimited
-│   ├── NotReady
-│   ├── ServiceStopping
-│   ├── RequestTimeout
-│   └── StepFailed
-└── StartupError                 the process ends and its operator reads the message
-    ├── UnknownArgument
-    ├── SettingsInvalid
-    ├── CheckpointInvalid
-    ├── ModelUnavailable
-    ├── FetchFailed              the network, the hub or a damaged file
-    ├── PlanImpossible
-    ├── NoRecipe
-    └── ServingFailed            a device or a thread failed unexpectedly
+A `RequestError` fails one request, and its client reads the message; a `StartupError` ends the process, and its
+operator does. HTTP status codes are in `api/errors.py` only.
 """
 
 from __future__ import annotations
@@ -100,14 +74,10 @@ class ModelNotFound(RequestError):
 
 
 class BodyTooLarge(RequestError):
-    """The request body exceeds the size limit."""
-
     code = "body_too_large"
 
 
 class Unauthorized(RequestError):
-    """The request has no valid API key."""
-
     code = "unauthorized"
 
 
@@ -137,20 +107,14 @@ class NotReady(RequestError):
 
 
 class ServiceStopping(RequestError):
-    """The server is shutting down."""
-
     code = "service_stopping"
 
 
 class RequestTimeout(RequestError):
-    """The request did not finish within its time limit."""
-
     code = "request_timeout"
 
 
 class StepFailed(RequestError):
-    """An engine step failed, and this request with it."""
-
     code = "step_failed"
 
 
@@ -174,14 +138,10 @@ class UnknownArgument(StartupError):
 
 
 class SettingsInvalid(StartupError):
-    """A setting has an invalid value."""
-
     code = "settings_invalid"
 
 
 class CheckpointInvalid(StartupError):
-    """The checkpoint is missing, damaged or not supported."""
-
     code = "checkpoint_invalid"
 
 

@@ -266,8 +266,6 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Input and output tensors of an exported program."""
-
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
@@ -334,10 +332,7 @@ Command = EngineRequest | Abort | SetAdapter | Stop
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's natural-log probability, with those of the most likely alternatives, best first.
-
-    Log-probabilities are the model's own, before penalties and temperature.
-    """
+    """A token's natural-log probability by the model itself, with its likeliest alternatives, best first."""
 
     token_id: int
     logprob: float
@@ -372,7 +367,7 @@ class TokensReady:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A prompt token's natural-log probability under the model, after the tokens before it.
+    """A prompt token's natural-log probability after the tokens before it.
 
     `rank` is 1 for the most likely token. `top` are the most likely tokens at its position, best first.
     """

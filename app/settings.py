@@ -1,7 +1,6 @@
-"""All settings of the server, defined once.
+"""All settings of the server, defined once: each is a flag, an environment variable `ARMATURE_*` and a row of the docs.
 
-Each field is a flag of `armature serve`, an environment variable `ARMATURE_*` and a row of the docs. Most fields
-default to `auto`; the plan decides what `auto` becomes and prints the value with its reason.
+Most default to `auto`; the plan decides what `auto` becomes and prints the value with its reason.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ def parse_share(value: Any) -> Any:
 
 
 def parse_kept_layers(text: str) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of pattern and precision in `keep_layers`.
-
-    Raises:
-        ValueError: The text is no list of PATTERN=PRECISION.
-    """
+    """Return the pairs of pattern and precision in `keep_layers`. Raises `ValueError`."""
     pairs = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         pattern, equals, precision = (word.strip() for word in item.rpartition("="))
@@ -54,10 +49,7 @@ def parse_kept_layers(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def parse_bytes(value: Any) -> Any:
-    """Convert `4GiB`, `4G` (1024-based) or `500MB` (1000-based) to bytes.
-
-    Any other value is returned unchanged for the field's own validation.
-    """
+    """Convert `4GiB`, `4G` (1024-based) or `500MB` (1000-based) to bytes, and leave others to the field."""
     match = _SIZE.match(value) if isinstance(value, str) else None
     if match is None:
         return value
@@ -106,8 +98,7 @@ def parse_list(value: Any) -> Any:
 def parse_hosts(value: Any) -> Any:
     """Convert `0.0.0.0,[::1],unix:/run/x.sock` to a tuple of addresses, without brackets.
 
-    Raises:
-        ValueError: One of several is empty, or an address has a port or is a path without `unix:`.
+    Raises `ValueError` if one of several is empty, or has a port or is a path without `unix:`.
     """
     texts = value.split(",") if isinstance(value, str) else value
     hosts = tuple(text.strip() for text in texts)
@@ -128,11 +119,7 @@ def unix_path_of(host: str) -> Path | None:
 
 
 def parse_rate_limit(text: str) -> tuple[int | None, int | None]:
-    """Return the requests and the tokens per minute of `rate_limit`; None: unlimited.
-
-    Raises:
-        ValueError: The text is not requests=N,tokens=N or one of both.
-    """
+    """Return the requests and the tokens per minute of `rate_limit` (None: unlimited). Raises `ValueError`."""
     limits: dict[str, int] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = (word.strip() for word in item.partition("="))
@@ -163,11 +150,7 @@ def _check_endpoint(url: str) -> str:
 
 
 def parse_adapters(names: tuple[str, ...]) -> tuple[tuple[str, Path], ...]:
-    """Return the name and directory of each adapter in `lora`.
-
-    Raises:
-        ValueError: An item is not NAME=DIR, or two have the same name.
-    """
+    """Return the name and directory of each adapter in `lora`, without duplicates. Raises `ValueError`."""
     pairs = [item.partition("=") for item in names]
     for item, (name, equals, directory) in zip(names, pairs, strict=True):
         if not equals or not name or not directory:
@@ -203,14 +186,9 @@ def setting(
 ) -> Any:
     """Declare a setting; its name gives the flag and the environment variable.
 
-    Args:
-        group: Group in help and documentation.
-        default: Its default.
-        description: A sentence for help and documentation.
-        is_measured: It changes what calibration measures; memory and limits of requests do not.
-        generates_only: It is refused for models that do not generate.
-        is_secret: It is never printed, not even in a refusal.
-        constraints: Of its value, as pydantic's `Field` has them.
+    `is_measured`: it changes what calibration measures; memory and limits of requests do not. `generates_only`: it is
+    refused for models that do not generate. `is_secret`: it is never printed, not even in a refusal. `constraints` are
+    as for pydantic's `Field`.
     """
     declared: dict[str, Any] = {
         "group": group,
@@ -222,10 +200,7 @@ def setting(
 
 
 class Settings(BaseSettings):
-    """The server's settings, frozen once read.
-
-    The command line refuses unknown flags. Unknown `ARMATURE_*` variables are named in a warning.
-    """
+    """The server's settings, frozen once read. Unknown flags are refused, unknown `ARMATURE_*` are named."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, protected_namespaces=()
@@ -489,7 +464,6 @@ class Settings(BaseSettings):
 
     @property
     def weight_format(self) -> str:
-        """Format of the weights that was asked for: a config of torchao, a precision, or auto."""
         return self.quantization or self.precision
 
     def with_weight_format(self, name: str, **others: Any) -> Settings:
@@ -500,15 +474,11 @@ class Settings(BaseSettings):
 
     @property
     def checkpoint_directory(self) -> Path:
-        """Directory to serve: the one given, or the demo model of the package."""
         return DEMO_DIRECTORY if self.model is None else self.model.expanduser()
 
     @property
     def cache_directory(self) -> Path | None:
-        """Directory of files kept for the next start: the one given, or the user's cache.
-
-        None for a user without a home directory.
-        """
+        """Directory of files kept for the next start; None for a user without a home directory."""
         if self.cache_dir is not None:
             return self.cache_dir.expanduser()
         caches = os.environ.get("XDG_CACHE_HOME")
@@ -525,7 +495,6 @@ def settings_with(**declared: object) -> tuple[str, ...]:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -540,15 +509,11 @@ def setting_flags(arguments: Namespace) -> tuple[str, ...]:
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable of a setting."""
     return PREFIX + name.upper()
 
 
 def kubernetes_link_variables(environ: dict[str, str]) -> list[str]:
-    """Return the names of variables that Kubernetes injects for a Service called `armature`.
-
-    An example is `ARMATURE_PORT=tcp://10.0.0.1:8000`.
-    """
+    """Return the names of variables that Kubernetes injects for a Service called `armature`."""
     pattern = re.compile(rf"^{PREFIX}(PORT|SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)$")
     return [
         name for name, value in environ.items() if pattern.match(name) and (name != f"{PREFIX}PORT" or "://" in value)
@@ -556,10 +521,9 @@ def kubernetes_link_variables(environ: dict[str, str]) -> list[str]:
 
 
 def load_settings(**flags: Any) -> tuple[Settings, list[str]]:
-    """Return the settings and the warnings to print. Flags take precedence over the environment.
+    """Return the settings and the warnings to print; flags come before the environment.
 
-    Raises:
-        SettingsInvalid: some values are invalid. The message has one sentence per mistake.
+    Raises `SettingsInvalid` with one sentence per mistake.
     """
     injected = kubernetes_link_variables(dict(os.environ))
     warnings = [f"{name} was injected by Kubernetes for a Service named armature and is ignored." for name in injected]
@@ -577,10 +541,7 @@ def load_settings(**flags: Any) -> tuple[Settings, list[str]]:
 
 
 def _error_messages(error: ValidationError) -> list[str]:
-    """Return one sentence per field.
-
-    The messages of a union's branches are joined, since matching any of them is enough.
-    """
+    """Return one sentence per field, with the messages of a union's branches joined."""
     branches: dict[str, list[str]] = {}
     inputs: dict[str, str] = {}
     for item in error.errors():

@@ -1,7 +1,6 @@
 """Interfaces of the compute backends: one for processors (`HostBackend`), one for devices (`DeviceBackend`).
 
-The code above this layer calls these interfaces and never names a kind of device. An interface has only the
-methods that callers need. Both share the methods of `BaseBackend`.
+The code above this layer never names a kind of device.
 """
 
 from __future__ import annotations
@@ -25,19 +24,12 @@ class BaseBackend(Protocol):
     dtype: torch.dtype
 
     def configure(self, plan: ServingPlan) -> None:
-        """Prepare the device as planned: thread pools and pinning, or the choice of one of several GPUs.
-
-        Called once, on the worker thread, before the first tensor is created.
-        """
-        ...
+        """Prepare the device as planned, on the worker thread, before the first tensor is created."""
 
     def free_bytes(self) -> int:
         """Return the number of bytes that can still be allocated on the device."""
-        ...
 
-    def synchronize(self) -> None:
-        """Wait until the device has finished all submitted work."""
-        ...
+    def synchronize(self) -> None: ...
 
 
 class HostBackend(BaseBackend, Protocol):
@@ -46,20 +38,14 @@ class HostBackend(BaseBackend, Protocol):
     def attention(self, query: Tensor, kv: KvRows, step: AttentionStep, spec: AttentionSpec) -> Tensor:
         """Compute causal attention over the rows of one layer that `step` describes.
 
-        `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`.
+        `query` is [tokens, heads, head_dim]; the result has its shape and dtype.
         """
-        ...
 
 
 class CapturedGraph(Protocol):
-    """Work that was recorded on the device once.
+    """Work that was recorded on the device once; the caller writes and reads its tensors around `replay`."""
 
-    Its tensors keep their addresses: the caller writes inputs to them and reads results from them around `replay`.
-    """
-
-    def replay(self) -> None:
-        """Submit the recorded work again; return at once."""
-        ...
+    def replay(self) -> None: ...
 
 
 class DeviceEvent(Protocol):
@@ -67,15 +53,13 @@ class DeviceEvent(Protocol):
 
     def wait(self) -> None:
         """Wait until the device has finished all work submitted before this position; later work is not waited for."""
-        ...
 
 
 class DeviceBackend(BaseBackend, Protocol):
     """Backend of a device with a memory and a queue that are separate from the processor's.
 
-    Keys and values are stored in pages that this package manages. A call returns before its work is done. `can_sample`
-    is true if the device has the float64 arithmetic that sampling needs; without it the device only selects the
-    top logits.
+    Keys and values are stored in pages. A call returns before its work is done. `can_sample`: the device has the
+    float64 arithmetic that sampling needs; without it the device only selects the top logits.
     """
 
     can_sample: bool
@@ -83,33 +67,24 @@ class DeviceBackend(BaseBackend, Protocol):
     def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
         """Compute causal attention over the pages of one layer that `step` describes.
 
-        `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`. Rows of sequences
-        without context are zeros. The call does not wait for the device.
+        `query` is [tokens, heads, head_dim]; the result has its shape and dtype. Rows of sequences without context are
+        zeros.
         """
-        ...
 
     def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
         """Compute attention of each token within its own text.
 
         The result is [tokens, num_heads * head_dim] in the dtype of the QKV product, which may be overwritten.
         """
-        ...
 
     def capture(self, work: Callable[[], None]) -> CapturedGraph | None:
-        """Record `work`; return None if this kind of device cannot record.
-
-        `work` has run before, and it allocates the tensors that it keeps outside of the recording.
-        """
-        ...
+        """Record `work`, which has run before; None if this kind of device cannot record."""
 
     def staging_buffer(self, length: int) -> Tensor:
         """Return an int64 [words] host tensor that can be copied to and from the device asynchronously."""
-        ...
 
     def record_event(self) -> DeviceEvent:
         """Return a mark behind all work submitted so far."""
-        ...
 
     def recover_from_oom(self, error: Exception) -> bool:
         """Return true if `error` means that the device ran out of memory, after releasing what can be released."""
-        ...

@@ -1,7 +1,7 @@
 """Backend of x86 and Arm processors: compute threads, pinning, attention.
 
-Both architectures share this file, because only data differs. Attention runs on the native kernels if they support the tensors
-(armature_kernels/attention/attention.py), else on PyTorch's (armature_kernels/attention/flash.py).
+Attention runs on the native kernels if they support the tensors (armature_kernels/attention/attention.py), else on
+PyTorch's (armature_kernels/attention/flash.py).
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class CpuBackend:
     def configure(self, plan: ServingPlan) -> None:
         """Pin the calling thread, then set the sizes of the thread pools.
 
-        The order matters: libgomp creates its pool at the first parallel region, and new threads inherit the
-        affinity of the thread that creates them. Only the mask of the calling thread is narrowed.
+        libgomp creates its pool at the first parallel region, and new threads inherit the affinity of their creator.
         """
         _pin(plan.cpu.cpu_ids)
         torch.set_num_threads(plan.cpu.threads)
@@ -42,23 +41,15 @@ class CpuBackend:
             torch.set_num_interop_threads(plan.cpu.interop_threads)
 
     def free_bytes(self) -> int:
-        """Return the bytes that this process could allocate without swapping, within the limit of its control group.
-
-        This probes the machine, so do not call it in every step.
-        """
+        """Return the bytes that this process could allocate without swapping, by probing the machine."""
         return probe().usable_bytes
 
     def attention(self, query: Tensor, kv: KvRows, step: AttentionStep, spec: AttentionSpec) -> Tensor:
-        """Compute causal attention over the rows of one layer that `step` describes.
-
-        `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`.
-        """
         if not native_attention.supports_attention(query, kv):
             return torch_attention(query, [attention_row(row, kv) for row in step.rows], spec)
         return attend(query, kv, step, spec)
 
-    def synchronize(self) -> None:
-        """Return at once: every call on a processor finishes its work before it returns."""
+    def synchronize(self) -> None: ...
 
 
 def _pin(cpu_ids: tuple[int, ...]) -> None:

@@ -1,8 +1,6 @@
-"""Backend of an NVIDIA GPU.
+"""Backend of an NVIDIA GPU: Triton kernels over pages, PyTorch's flash attention over contiguous tokens, CUDA graphs.
 
-Attention over pages runs on the package's Triton kernels. Attention over contiguous tokens runs on PyTorch's flash
-attention. Decode steps are captured as CUDA graphs. Verified on an H200 (docs/hardware.md). The process sees one GPU,
-which the plan chose. All work is submitted to PyTorch's current stream.
+Verified on an H200 (docs/hardware.md). All work is submitted to PyTorch's current stream.
 """
 
 from __future__ import annotations
@@ -35,12 +33,9 @@ _OUT_OF_MEMORY_TEXTS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory
 
 @dataclass(frozen=True, slots=True)
 class CudaEvent:
-    """Mark in a CUDA stream."""
-
     event: torch.cuda.Event
 
     def wait(self) -> None:
-        """Wait for the CUDA event."""
         self.event.synchronize()
 
 
@@ -54,12 +49,9 @@ class CudaBackend:
         self.dtype = dtype
 
     def configure(self, plan: ServingPlan) -> None:
-        """Select the GPU and set the numerical options of PyTorch.
+        """Select the GPU and set the numerical options of PyTorch. Raises `PlanImpossible` if torch cannot use it.
 
         FP32 products do not use TF32. Sums of FP16 products are accumulated in FP32, where they cannot overflow.
-
-        Raises:
-            PlanImpossible: torch cannot use the GPU, or its compute capability is too low.
         """
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -86,15 +78,14 @@ class CudaBackend:
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def synchronize(self) -> None:
-        """Wait until the GPU has finished all submitted work."""
         torch.cuda.synchronize(self.device)
 
     def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
         """Compute causal attention of `query` [tokens, heads, head_dim] over the pages of one layer.
 
-        Prompts that start in this step use PyTorch's flash attention if it supports them. Everything else uses the
-        Triton kernels, so a decode gives the same result with any other sequences in the batch. ALiBi and sinks have
-        no kernel yet: torch computes them.
+        Prompts that start in this step use PyTorch's flash attention if it supports them, everything else the Triton
+        kernels, so a decode gives the same result beside any other sequences. ALiBi and sinks have no kernel yet: torch
+        computes them.
         """
         if not triton_usable(query) or spec.slopes is not None or spec.sinks is not None:
             return paged_attention_torch(query, kv, step, spec)
@@ -122,10 +113,7 @@ class CudaBackend:
         return result
 
     def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
-        """Compute attention within each text, with PyTorch's flash attention if it supports the texts.
-
-        Flash attention supports neither FP32 nor soft caps nor relative position biases.
-        """
+        """Compute attention within each text. Flash attention has no FP32, soft caps and relative biases."""
         if text_attention.torch_flash_supports(heads.product.dtype, heads.head_dim, spec):
             return text_attention.torch_flash_attention(
                 *apply_rope_to_qkv(heads), (texts.starts, texts.most_tokens), spec
@@ -139,10 +127,9 @@ class CudaBackend:
     def capture(self, work: Callable[[], None]) -> CapturedGraph:
         """Run `work` once on the recording stream, then record it.
 
-        The first run is needed because libraries create per-stream objects at their first product, and these
-        cannot be part of a graph. All graphs allocate temporary memory from one pool, since only one graph runs at
-        a time. Other threads may use CUDA during the recording. PyTorch does not leave the recording stream if a
-        recording fails to end; the outer `with` always does.
+        The first run is needed because libraries create per-stream objects at their first product. All graphs allocate
+        temporary memory from one pool, since only one runs at a time. Other threads may use CUDA during the recording.
+        PyTorch does not leave the recording stream if a recording fails to end; the outer `with` always does.
         """
         here = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(here):
@@ -156,11 +143,9 @@ class CudaBackend:
         return graph
 
     def staging_buffer(self, length: int) -> Tensor:
-        """Return a pinned int64 [words] host tensor."""
         return torch.zeros(length, dtype=torch.int64, pin_memory=True)
 
     def record_event(self) -> DeviceEvent:
-        """Return a mark that was recorded on the current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return CudaEvent(event)

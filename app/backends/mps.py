@@ -1,8 +1,7 @@
-"""Backend of an Apple GPU, built on PyTorch's Metal support.
+"""Backend of an Apple GPU, built on PyTorch's Metal support. Not verified on hardware (docs/hardware.md).
 
-Attention uses PyTorch's scaled dot product over gathered pages; no steps are recorded. Not verified on hardware
-(docs/hardware.md). Operations that PyTorch lacks on Metal are refused by name. Otherwise a step would fail, or run
-on the processor without notice.
+Attention uses PyTorch's scaled dot product over gathered pages; no steps are recorded. Operations that PyTorch lacks on
+Metal are refused by name.
 """
 
 from __future__ import annotations
@@ -42,12 +41,9 @@ class MpsBackend:
         self.dtype = dtype
 
     def configure(self, plan: ServingPlan) -> None:
-        """Check that Metal is usable, and limit its memory to what the plan counted with.
+        """Check that Metal is usable, and limit its memory to the plan's: beyond its own limit macOS would swap.
 
-        Beyond its recommended limit macOS would swap.
-
-        Raises:
-            PlanImpossible: the fallback to the processor is enabled, or torch cannot use Metal.
+        Raises `PlanImpossible` if the fallback to the processor is enabled, or torch cannot use Metal.
         """
         if os.environ.get(_FALLBACK_VARIABLE, "0") not in ("", "0"):
             raise PlanImpossible(
@@ -69,18 +65,12 @@ class MpsBackend:
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
 
     def synchronize(self) -> None:
-        """Wait until the GPU has finished all submitted work."""
         torch.mps.synchronize()
 
     def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
-        """Compute causal attention over the pages of one layer that `step` describes.
-
-        `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`.
-        """
         return paged_attention_torch(query, kv, step, spec, attention_function(spec))
 
     def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
-        """Compute attention of each token within its own text."""
         return attend_texts_padded_torch(heads, texts, spec, attention_function(spec))
 
     def capture(self, work: Callable[[], None]) -> CapturedGraph | None:
@@ -92,14 +82,10 @@ class MpsBackend:
         return torch.zeros(length, dtype=torch.int64)
 
     def record_event(self) -> DeviceEvent:
-        """Return a mark behind all work submitted so far."""
         return MpsEvent()
 
     def recover_from_oom(self, error: Exception) -> bool:
-        """Return true for an out-of-memory error, after cached memory was released.
-
-        On MPS torch has no exception type for it, so the message is compared.
-        """
+        """Return true for an out-of-memory error, which MPS reports by its message, after releasing cached memory."""
         if "MPS backend out of memory" not in str(error):
             return False
         torch.mps.empty_cache()
@@ -107,30 +93,21 @@ class MpsBackend:
 
 
 class MpsEvent:
-    """Event behind all work submitted so far."""
-
     def __init__(self) -> None:
         self._event = torch.mps.Event()
         self._event.record()
 
     def wait(self) -> None:
-        """Wait for the event."""
         self._event.synchronize()
 
 
 def attention_function(spec: AttentionSpec) -> AttendBlock:
-    """Return the attention function for this layer.
-
-    Scores that are not plain, such as those with a soft cap, are materialised; all else uses the scaled dot product.
-    """
+    """Return the attention function for this layer; scores that are not plain are materialised."""
     return sdpa_attention if spec.has_plain_scores else attend_block
 
 
 def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, part: QueryBlock, spec: AttentionSpec) -> Tensor:
-    """Compute the attention of `attend_block` with PyTorch's scaled dot product.
-
-    The query heads of one kv head become further queries of that head.
-    """
+    """Compute `attend_block` with PyTorch's scaled dot product: query heads become queries of their kv head."""
     n, queries, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads

@@ -1,7 +1,4 @@
-"""Selection of the backend for the planned device.
-
-Each kind of device has one row in a table. Backends of other kinds of device are not imported.
-"""
+"""Selection of the backend for the planned device: a row in a table, of which no other row is imported."""
 
 from __future__ import annotations
 
@@ -16,6 +13,12 @@ from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 
 BackendT = TypeVar("BackendT", bound=BaseBackend)
+HOST_BACKENDS: Mapping[str, Callable[[torch.dtype], HostBackend]] = {"cpu": CpuBackend}
+DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def _cuda(dtype: torch.dtype) -> DeviceBackend:
@@ -30,32 +33,20 @@ def _mps(dtype: torch.dtype) -> DeviceBackend:
     return MpsBackend(dtype)
 
 
-HOST_BACKENDS: Mapping[str, Callable[[torch.dtype], HostBackend]] = {"cpu": CpuBackend}
 DEVICE_BACKENDS: Mapping[str, Callable[[torch.dtype], DeviceBackend]] = {"cuda": _cuda, "mps": _mps}
-DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 def select_backend(plan: ServingPlan) -> BaseBackend:
-    """Return the backend of the planned device, not yet configured.
-
-    Raises:
-        PlanImpossible: this version has no backend for the device.
-    """
+    """Return the backend of the planned device, not yet configured. Raises `PlanImpossible` if there is none."""
     kinds: Mapping[str, Callable[[torch.dtype], BaseBackend]] = {**HOST_BACKENDS, **DEVICE_BACKENDS}
     return _backend_factory(kinds, plan)(DTYPE_BY_NAME[plan.weights.dtype])
 
 
 def select_host_backend(plan: ServingPlan) -> HostBackend:
-    """Return the backend for a plan that serves on a processor."""
     return _backend_factory(HOST_BACKENDS, plan)(DTYPE_BY_NAME[plan.weights.dtype])
 
 
 def select_device_backend(plan: ServingPlan) -> DeviceBackend:
-    """Return the backend for a plan that serves on a device with separate memory and a queue."""
     return _backend_factory(DEVICE_BACKENDS, plan)(DTYPE_BY_NAME[plan.weights.dtype])
 
 

@@ -1,8 +1,4 @@
-"""`armature completion`: scripts that complete commands, flags and their values in bash, zsh and fish.
-
-The words come from the argument parser, so a new setting or flag is completed without a change here. The scripts are
-static: a completion starts no Python.
-"""
+"""`armature completion`: static scripts that complete commands, flags and values in bash, zsh and fish."""
 
 from __future__ import annotations
 
@@ -17,116 +13,6 @@ SWITCH, TEXT, PATH = "-", "text", "path"  # kinds of values that are not chosen 
 _MAX_DESCRIPTION = 70  # characters, so that one line shows it
 _WORD_LIST = re.compile(r"[\w.-]+(\|[\w.-]+)+")
 _PATH_NAMES = re.compile(r"PATH|DIR|FILE|RESULT")
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedCommand:
-    """A command with its description. `words` are one or two, as in `bench http`; `takes_files`: after its flags."""
-
-    words: tuple[str, ...]
-    description: str
-    takes_files: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedFlag:
-    """A flag with its description, the commands that have it, and its values.
-
-    `values` are the words to choose from, separated by spaces, or one of the kinds `SWITCH`, `TEXT` and `PATH`.
-    """
-
-    flag: str
-    values: str
-    description: str
-    commands: tuple[str, ...]
-
-
-def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script for a shell."""
-    commands = list(_commands(parser))
-    return _SCRIPTS[shell](commands, _flags(parser))
-
-
-def _commands(parser: argparse.ArgumentParser, before: tuple[str, ...] = ()) -> Iterator[CompletedCommand]:
-    for name, (description, child) in _children(parser).items():
-        words = (*before, name)
-        yield CompletedCommand(words, _shorten(description), any(map(_is_file_argument, child._actions)))
-        yield from _commands(child, words)
-
-
-def _children(parser: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.ArgumentParser]]:
-    """Return the parsers of the commands below, with their descriptions, by name."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
-            return {name: (texts.get(name, ""), child) for name, child in action.choices.items()}
-    return {}
-
-
-def _is_file_argument(action: argparse.Action) -> bool:
-    return not action.option_strings and action.type is Path
-
-
-def _flags(parser: argparse.ArgumentParser) -> list[CompletedFlag]:
-    """Return each flag once for all commands in which it takes the same values."""
-    found: dict[tuple[str, str], CompletedFlag] = {}
-    for words, child in _parsers(parser):
-        for action in child._actions:
-            for flag in action.option_strings:
-                if flag == "-h":
-                    continue
-                values, name = _values(action), " ".join(words)
-                known = found.get((flag, values))
-                commands = (*known.commands, name) if known else (name,)
-                found[flag, values] = CompletedFlag(flag, values, _shorten(action.help or ""), commands)
-    return list(found.values())
-
-
-def _parsers(
-    parser: argparse.ArgumentParser, before: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
-    """Yield the parsers of all commands that have flags of their own, with the words of the command."""
-    children = _children(parser)
-    if not children:
-        yield before, parser
-    for name, (_, child) in children.items():
-        yield from _parsers(child, (*before, name))
-
-
-def _values(action: argparse.Action) -> str:
-    if action.nargs == 0:
-        return SWITCH
-    if action.choices is not None:
-        return " ".join(map(str, action.choices))
-    metavar = action.metavar if isinstance(action.metavar, str) else ""
-    if _WORD_LIST.fullmatch(metavar):  # an upper-case word such as INTEGER stands for a value
-        return " ".join(word for word in metavar.split("|") if not word.isupper()) or TEXT
-    return PATH if action.type is Path or _PATH_NAMES.fullmatch(metavar) else TEXT
-
-
-def _shorten(text: str) -> str:
-    """Return the first part of a help text, without what shells would read as their own syntax."""
-    plain = re.sub(
-        r"[^\w\s.,;()/+=<>’-]", "", text.replace("'", "’").replace(":", ",").replace("%%", "%").split(" [ARMATURE")[0]
-    )
-    first = re.split(r"(?<=\w)[.;] ", " ".join(plain.split()))[0].rstrip(".;,")
-    return first if len(first) <= _MAX_DESCRIPTION else first[: _MAX_DESCRIPTION - 1].rsplit(" ", 1)[0] + "…"
-
-
-def _names(commands: list[CompletedCommand], *before: str) -> str:
-    """Return the names of the commands right below `before`."""
-    return " ".join(one.words[-1] for one in commands if one.words[:-1] == before)
-
-
-def _file_commands(commands: list[CompletedCommand]) -> str:
-    return "".join(f",{' '.join(one.words)}" for one in commands if one.takes_files) + ","
-
-
-def _parents(commands: list[CompletedCommand]) -> list[str]:
-    """Return the commands that have commands below."""
-    return list(dict.fromkeys(one.words[0] for one in commands if len(one.words) > 1))
-
-
 _BASH = """\
 # bash completion for armature. To use it now: source <(armature completion bash)
 
@@ -187,20 +73,6 @@ _BASH_BELOW = """\
         fi
         command="%(parent)s ${COMP_WORDS[2]}"
     fi"""
-
-
-def _bash(commands: list[CompletedCommand], flags: list[CompletedFlag]) -> str:
-    rows = "\n".join(f"    '{one.flag}|{one.values}|,{','.join(one.commands)},'" for one in flags)
-    below = "\n".join(_BASH_BELOW % {"parent": name, "names": _names(commands, name)} for name in _parents(commands))
-    return _BASH % {
-        "rows": rows,
-        "names": _names(commands),
-        "below": below,
-        "files": _file_commands(commands),
-        "shells": " ".join(SHELLS),
-    }
-
-
 _ZSH = """\
 #compdef armature
 # zsh completion for armature. Put it into a folder of $fpath as _armature, or: source <(armature completion zsh)
@@ -263,26 +135,6 @@ _ZSH_BELOW = """\
         fi
         command="%(parent)s $words[3]"
     fi"""
-
-
-def _zsh(commands: list[CompletedCommand], flags: list[CompletedFlag]) -> str:
-    rows = "\n".join(f"        '{one.flag}|{one.values}|,{','.join(one.commands)},|{one.description}'" for one in flags)
-
-    def names(*before: str) -> str:
-        return "\n".join(
-            f"            '{one.words[-1]}:{one.description}'" for one in commands if one.words[:-1] == before
-        )
-
-    below = "\n".join(_ZSH_BELOW % {"parent": name, "names": names(name)} for name in _parents(commands))
-    return _ZSH % {
-        "rows": rows,
-        "names": names(),
-        "below": below,
-        "files": _file_commands(commands),
-        "shells": " ".join(SHELLS),
-    }
-
-
 _FISH = """\
 # fish completion for armature. To use it: armature completion fish > ~/.config/fish/completions/armature.fish
 
@@ -303,6 +155,135 @@ complete -c armature -f
 complete -c armature -n "__armature_words 1" -l version -d 'print the version'
 %(lines)s
 """
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedCommand:
+    """A command with its description. `words` are one or two, as in `bench http`; `takes_files`: after its flags."""
+
+    words: tuple[str, ...]
+    description: str
+    takes_files: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedFlag:
+    """A flag, the commands that have it, and its values: words separated by spaces, `SWITCH`, `TEXT` or `PATH`."""
+
+    flag: str
+    values: str
+    description: str
+    commands: tuple[str, ...]
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    commands = list(_commands(parser))
+    return _SCRIPTS[shell](commands, _flags(parser))
+
+
+def _commands(parser: argparse.ArgumentParser, before: tuple[str, ...] = ()) -> Iterator[CompletedCommand]:
+    for name, (description, child) in _children(parser).items():
+        words = (*before, name)
+        yield CompletedCommand(words, _shorten(description), any(map(_is_file_argument, child._actions)))
+        yield from _commands(child, words)
+
+
+def _children(parser: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            return {name: (texts.get(name, ""), child) for name, child in action.choices.items()}
+    return {}
+
+
+def _is_file_argument(action: argparse.Action) -> bool:
+    return not action.option_strings and action.type is Path
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[CompletedFlag]:
+    found: dict[tuple[str, str], CompletedFlag] = {}
+    for words, child in _parsers(parser):
+        for action in child._actions:
+            for flag in action.option_strings:
+                if flag == "-h":
+                    continue
+                values, name = _values(action), " ".join(words)
+                known = found.get((flag, values))
+                commands = (*known.commands, name) if known else (name,)
+                found[flag, values] = CompletedFlag(flag, values, _shorten(action.help or ""), commands)
+    return list(found.values())
+
+
+def _parsers(
+    parser: argparse.ArgumentParser, before: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    children = _children(parser)
+    if not children:
+        yield before, parser
+    for name, (_, child) in children.items():
+        yield from _parsers(child, (*before, name))
+
+
+def _values(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return SWITCH
+    if action.choices is not None:
+        return " ".join(map(str, action.choices))
+    metavar = action.metavar if isinstance(action.metavar, str) else ""
+    if _WORD_LIST.fullmatch(metavar):  # an upper-case word such as INTEGER stands for a value
+        return " ".join(word for word in metavar.split("|") if not word.isupper()) or TEXT
+    return PATH if action.type is Path or _PATH_NAMES.fullmatch(metavar) else TEXT
+
+
+def _shorten(text: str) -> str:
+    """Return the first part of a help text, without what shells would read as their own syntax."""
+    plain = re.sub(
+        r"[^\w\s.,;()/+=<>’-]", "", text.replace("'", "’").replace(":", ",").replace("%%", "%").split(" [ARMATURE")[0]
+    )
+    first = re.split(r"(?<=\w)[.;] ", " ".join(plain.split()))[0].rstrip(".;,")
+    return first if len(first) <= _MAX_DESCRIPTION else first[: _MAX_DESCRIPTION - 1].rsplit(" ", 1)[0] + "…"
+
+
+def _names(commands: list[CompletedCommand], *before: str) -> str:
+    return " ".join(one.words[-1] for one in commands if one.words[:-1] == before)
+
+
+def _file_commands(commands: list[CompletedCommand]) -> str:
+    return "".join(f",{' '.join(one.words)}" for one in commands if one.takes_files) + ","
+
+
+def _parents(commands: list[CompletedCommand]) -> list[str]:
+    return list(dict.fromkeys(one.words[0] for one in commands if len(one.words) > 1))
+
+
+def _bash(commands: list[CompletedCommand], flags: list[CompletedFlag]) -> str:
+    rows = "\n".join(f"    '{one.flag}|{one.values}|,{','.join(one.commands)},'" for one in flags)
+    below = "\n".join(_BASH_BELOW % {"parent": name, "names": _names(commands, name)} for name in _parents(commands))
+    return _BASH % {
+        "rows": rows,
+        "names": _names(commands),
+        "below": below,
+        "files": _file_commands(commands),
+        "shells": " ".join(SHELLS),
+    }
+
+
+def _zsh(commands: list[CompletedCommand], flags: list[CompletedFlag]) -> str:
+    rows = "\n".join(f"        '{one.flag}|{one.values}|,{','.join(one.commands)},|{one.description}'" for one in flags)
+
+    def names(*before: str) -> str:
+        return "\n".join(
+            f"            '{one.words[-1]}:{one.description}'" for one in commands if one.words[:-1] == before
+        )
+
+    below = "\n".join(_ZSH_BELOW % {"parent": name, "names": names(name)} for name in _parents(commands))
+    return _ZSH % {
+        "rows": rows,
+        "names": names(),
+        "below": below,
+        "files": _file_commands(commands),
+        "shells": " ".join(SHELLS),
+    }
 
 
 def _fish(commands: list[CompletedCommand], flags: list[CompletedFlag]) -> str:

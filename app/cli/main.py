@@ -1,8 +1,4 @@
-"""The command `armature`: one function per command; only commands that compute import torch.
-
-`armature calibrate` measures this machine with a model's shapes for longer than a start does. `armature pack`
-quantizes and packs the weights and caches them, so that a start does not have to.
-"""
+"""The command `armature`: one function per command; only commands that compute import torch."""
 
 from __future__ import annotations
 
@@ -46,10 +42,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status.
-
-    An error prints one sentence; the status is 2 if the operator can correct it, else 1.
-    """
+    """Run a command and return its exit status: 0, 2 if the operator can correct the error, else 1."""
     try:
         with raise_kernel_errors_as(PlanImpossible):
             return _run(sys.argv[1:] if argv is None else argv)
@@ -91,10 +84,7 @@ def _serve(arguments: Namespace) -> int:
 
 
 def _probe(arguments: Namespace) -> int:
-    """Print the whole plan or, with a model, what was chosen for it.
-
-    The facts are printed even if no plan can be made.
-    """
+    """Print the whole plan or, with a model, what was chosen for it; the facts even without a plan."""
     from rich.console import Console
 
     from app.cli.tables import explain_plan, render_explanation, render_probe
@@ -120,7 +110,6 @@ def _probe(arguments: Namespace) -> int:
 
 
 def _pack(arguments: Namespace) -> int:
-
     print(pack(_settings(arguments), arguments.text))
     return 0
 
@@ -186,10 +175,6 @@ def _list(arguments: Namespace) -> int:
     return 0
 
 
-def _rm(arguments: Namespace) -> int:
-    return remove_models(arguments.names, is_confirmed=arguments.yes)
-
-
 def _chat(arguments: Namespace) -> int:
     from app.cli.clients.command import run_chat
 
@@ -217,18 +202,14 @@ COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
     "completion": _completion,
     "pull": _pull,
     "list": _list,
-    "rm": _rm,
+    "rm": lambda arguments: remove_models(arguments.names, is_confirmed=arguments.yes),
     "tco": _tco,
     "top": _top,
 }
 
 
 def calibrate_now(settings: Settings) -> PlanExplanation:
-    """Measure this machine and return the measurements and the chosen plan.
-
-    Raises:
-        StartupError: Nothing can be measured.
-    """
+    """Measure this machine and return the measurements and the chosen plan. Raises `StartupError`."""
     prepared = with_kept_calibration(
         probe(), settings.model_copy(update={"calibrate": "on"}), open_or_fetch_model(settings)
     )
@@ -248,11 +229,7 @@ def calibrate_now(settings: Settings) -> PlanExplanation:
 
 
 def pack(settings: Settings, text: Path | None = None) -> str:
-    """Pack the weights and return one line on the result. `text` replaces the built-in calibration text.
-
-    Raises:
-        StartupError: There is nothing to pack, or it cannot be cached.
-    """
+    """Pack the weights, with `text` for the calibration, and return one line. Raises `StartupError`."""
     prepared = prepare(settings)
     folder = prepared.plan.decisions["pack_folder"]
     if folder.value is None:
@@ -282,10 +259,8 @@ def pack(settings: Settings, text: Path | None = None) -> str:
 def _pack_weights(
     prepared: Prepared, folder: Path, console: StartConsole, text: Path | None
 ) -> tuple[PackFile | None, float | None]:
-    """Return the pack, and the measured cost in quality, which is also noted for later starts."""
     from app.backends.selection import select_host_backend
-    from app.engine.calibration.encoder_cost import measure_encoder_cost
-    from app.engine.calibration.streaming import calibration_for
+    from app.engine.calibration.streaming import calibration_for, measure_encoder_cost
     from app.weights.load import Packing, pack_weights
     from app.weights.packs import PackFolder
 

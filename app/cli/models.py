@@ -38,13 +38,7 @@ _SHORT_COMMIT = 12  # digits of a commit in a table
 
 
 def pull_model(settings: Settings) -> str:
-    """Fetch the model of the settings, as far as it is not in the cache, and return one line on it.
-
-    The hub is asked for the newest commit of the revision. Progress is a bar on a terminal, else lines.
-
-    Raises:
-        StartupError: The model cannot be fetched, or cannot be served.
-    """
+    """Fetch the newest commit of the model as far as needed, and return one line. Raises `StartupError`."""
     name = _required_name(str(settings.model))
     if is_offline(settings):
         raise ModelUnavailable(offline_message(name))
@@ -69,7 +63,6 @@ class _ListedModel:
 
 
 def list_models(as_json: bool) -> None:
-    """Print the models in the hub's cache, as a table or a JSON object."""
     listed = [_ListedModel(one, _refusal(one)) for one in cached_revisions()]
     if as_json:
         models = [_to_json(one) for one in listed]
@@ -126,11 +119,7 @@ def _lacks_files(name: HubName) -> bool:
 
 
 def remove_models(texts: Sequence[str], is_confirmed: bool) -> int:
-    """Remove models from the hub's cache, after asking on a terminal, and return the exit status.
-
-    Raises:
-        SettingsInvalid: A name is none of a cached model, or nobody can be asked.
-    """
+    """Remove models from the hub's cache, after asking, and return the exit status. Raises `SettingsInvalid`."""
     chosen = [each for text in texts for each in _chosen_revisions(_required_name(text))]
     chosen = list(dict.fromkeys(chosen))
     for one in chosen:
@@ -149,7 +138,6 @@ def remove_models(texts: Sequence[str], is_confirmed: bool) -> int:
 
 
 def _chosen_revisions(name: HubName) -> list[CachedRevision]:
-    """Return the snapshots of a model, or the one of the revision that the name has."""
     own = [one for one in cached_revisions() if one.repo_id == name.repo_id]
     if name.revision != MAIN:
         own = [one for one in own if name.revision in (*one.refs, one.commit)]

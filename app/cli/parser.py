@@ -1,8 +1,4 @@
-"""The argument parser of `armature`: commands and their flags.
-
-Every command that loads a model has one flag for each setting. This module only parses; the module `cli` runs the
-commands.
-"""
+"""The argument parser of `armature`: commands and their flags, one for each setting where a model is loaded."""
 
 from __future__ import annotations
 
@@ -39,14 +35,12 @@ armature serves small language models on ordinary processors. Type one of these 
   armature --help                         list all commands"""
 
 LEAST_INTERVAL = 0.2
+_TYPE_NAMES: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """One setting as text. `values` is the accepted form; `default` is empty if there is none.
-
-    `is_list`: the flag takes several values, and the environment variable has them separated by commas.
-    """
+    """One setting as text: accepted form, default, and `is_list` if the flag takes several values."""
 
     name: str
     flag: str
@@ -86,11 +80,7 @@ def _shown_default(default: Any) -> str:
     return ",".join(default) if isinstance(default, tuple) else str(default)
 
 
-_TYPE_NAMES: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
-
-
 def _accepted_forms(annotation: Any) -> list[str]:
-    """Return the accepted forms of a type, such as `auto` and `INTEGER`."""
     if get_origin(annotation) is Annotated:
         return _accepted_forms(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
@@ -104,12 +94,7 @@ def _accepted_forms(annotation: Any) -> list[str]:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line into a namespace with `command` (and `bench`) and their flags.
-
-    Raises:
-        UnknownArgument: There is no argument, or a flag or argument is unknown. For a bad value, argparse itself exits
-            with status 2.
-    """
+    """Parse the command line. Raises `UnknownArgument`; for a bad value, argparse exits with status 2."""
     words = sys.argv[1:] if argv is None else argv
     if not words:
         raise UnknownArgument(FIRST_STEPS)
@@ -125,11 +110,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _require_known_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Refuse an unknown command, or an unknown benchmark, with the nearest one that exists.
-
-    Raises:
-        UnknownArgument: The command is unknown.
-    """
+    """Raise `UnknownArgument`, with the nearest one that exists, for an unknown command or benchmark."""
     given, known = "armature", subcommands(parser)
     for word in words[:2]:
         if word.startswith("-") or not known:
@@ -147,7 +128,6 @@ def _require_known_command(parser: argparse.ArgumentParser, words: Sequence[str]
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """Return the commands of a parser by name; empty if it has none."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices
@@ -159,11 +139,7 @@ def _looks_like_model(word: str) -> bool:
 
 
 def _take_model_argument(arguments: argparse.Namespace) -> None:
-    """Store a model that was given without its flag as the setting `model`.
-
-    Raises:
-        UnknownArgument: It was given twice.
-    """
+    """Store a model that was given without its flag. Raises `UnknownArgument` if it was given twice."""
     model = vars(arguments).pop("model_argument", None)
     if model is None:
         return
@@ -217,7 +193,6 @@ def make_parser(measures: bool = True) -> argparse.ArgumentParser:
 
 
 def _add_model_commands(commands: Any) -> None:
-    """Add the commands for models of Hugging Face's hub."""
     pull = _command(commands, "pull", "fetch a model of Hugging Face's hub into the hub's cache", files="NAME ")
     pull.add_argument("name", metavar="NAME", help="ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE.gguf")
     listing = _command(commands, "list", "list the models in the hub's cache, and whether they can be served")
@@ -230,7 +205,6 @@ def _add_model_commands(commands: Any) -> None:
 
 
 def _add_client_commands(commands: Any) -> None:
-    """Add the commands that talk to a server in a terminal."""
     chat = _command(
         commands,
         "chat",
@@ -250,7 +224,6 @@ def _add_client_commands(commands: Any) -> None:
 
 
 def _add_measuring_flags(bench: argparse.ArgumentParser, costs: argparse.ArgumentParser) -> None:
-    """Add the benchmarks with their flags, and the flags of `armature tco`."""
     from armature_bench.flags import BENCHES, bench_flags, cost_flags
 
     benches, known = bench.add_subparsers(dest="bench", required=True, metavar="WHAT"), bench_flags()
@@ -296,7 +269,6 @@ class _CommaJoined(argparse.Action):
 
 
 def _add_settings(parser: argparse.ArgumentParser, groups: Sequence[Group] = SETTING_GROUPS) -> None:
-    """Add the flags of these groups of settings, each group under its own heading."""
     for name in groups:
         group = parser.add_argument_group(f"{name} settings", ABOUT_SETTINGS if name == groups[0] else None)
         for row in setting_rows([name]):
@@ -321,7 +293,6 @@ def _add_setting(group: Any, row: SettingRow) -> None:
 
 
 def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
-    """Describe the first unknown flag or, if all flags are known, the first unknown argument."""
     word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if not word.startswith("-"):
         if takes_files:
@@ -339,7 +310,6 @@ def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
 
 
 def server_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags that name a running server."""
     return {
         "--url": {"help": "address of a running server, such as http://127.0.0.1:8000 or unix:/run/armature.sock"},
         "--api-key": {"metavar": "KEY", "help": "sent as a bearer token; default: the first of ARMATURE_API_KEYS"},
@@ -347,7 +317,6 @@ def server_flags() -> dict[str, dict[str, Any]]:
 
 
 def chat_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags of `armature chat`."""
     return {
         "prompt": {
             "nargs": "*",
@@ -364,7 +333,6 @@ def chat_flags() -> dict[str, dict[str, Any]]:
 
 
 def top_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags of `armature top`."""
     return {
         **server_flags(),
         "--interval": {

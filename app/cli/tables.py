@@ -1,8 +1,4 @@
-"""Output of `armature probe` without `--json`: the machine's facts, the plan, and one model's choices.
-
-`render_probe` shows the facts and the plan with its reasons. With `--model`, `explain_plan` and `render_explanation`
-show the choices made for that model and the measurements behind them.
-"""
+"""Output of `armature probe` without `--json`: the machine's facts, the plan, and one model's choices."""
 
 from __future__ import annotations
 
@@ -35,6 +31,9 @@ from app.server.model_source import open_or_fetch_model
 from app.server.prepare import Prepared, with_kept_calibration
 from app.settings import Settings
 
+_MAX_COLUMNS = 6  # per phase in the table of speeds: the number that fits into 120 columns with the names
+_MAX_TRIALS = 6
+
 
 def render_probe(facts: Facts, plan: ServingPlan | None) -> RenderableType:
     """Return two tables, the machine's facts and the plan with its reasons; without a plan, the facts alone."""
@@ -42,7 +41,6 @@ def render_probe(facts: Facts, plan: ServingPlan | None) -> RenderableType:
 
 
 def render_facts(facts: Facts) -> Table:
-    """Return the table of facts about this machine."""
     table = Table(title="This machine", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -53,7 +51,6 @@ def render_facts(facts: Facts) -> Table:
 
 
 def render_plan(plan: ServingPlan) -> Table:
-    """Return the table of the plan's decisions with values and reasons."""
     table = Table(title="Serving plan", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
     table.add_column("decision", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold", max_width=28)
@@ -87,7 +84,6 @@ def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
 
 
 def describe_processor(facts: Facts) -> str:
-    """Return the processor's name with its vendor, product and microarchitecture."""
     cpu = facts.cpu
     inside = ", ".join(part for part in (cpu.product, cpu.microarchitecture) if part and part not in cpu.name)
     return (cpu.name if cpu.vendor in cpu.name else f"{cpu.vendor} {cpu.name}") + (f" ({inside})" if inside else "")
@@ -199,7 +195,6 @@ def _torch(build: TorchBuild | None) -> str:
 
 
 def format_decision(name: str, value: Any) -> str:
-    """Format a decision's value for people."""
     declared = DECLARED[name]
     if value is None or (value == 0 and declared.zero_is_unknown):
         return "–"
@@ -242,10 +237,6 @@ def format_cpu_ranges(cpus: list[int]) -> str:
     return ",".join("-".join(str(end) for end in part) for part in parts)
 
 
-_MAX_COLUMNS = 6  # per phase in the table of speeds: the number that fits into 120 columns with the names
-_MAX_TRIALS = 6
-
-
 @dataclass(frozen=True, slots=True)
 class StepKindColumns:
     """A kind of step: the heading of its first column, that of the others, and its table of step times."""
@@ -255,7 +246,6 @@ class StepKindColumns:
     read: Callable[[TrialTimes], Mapping[int, float]]
 
     def columns(self, shown: Sequence[TrialTimes]) -> Iterator[tuple[str, int]]:
-        """Yield the headings and sizes of the columns."""
         for index, size in enumerate(_shown_sizes([self.read(trial) for trial in shown])):
             yield (self.other_heading if index else self.first).format(size), size
 
@@ -282,17 +272,12 @@ class PlanExplanation:
     origin: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return facts, needs, measurements and plan as JSON-serializable values."""
         parts = {"facts": self.facts, "needs": self.needs, "measurements": self.measurements}
         return {**{name: to_json_value(part) for name, part in parts.items()}, "plan": self.plan.to_json()}
 
 
 def explain_plan(settings: Settings, facts: Facts) -> PlanExplanation:
-    """Return the plan that a start would make, with cached measurements. Nothing is measured here.
-
-    Raises:
-        StartupError: The model cannot be opened or planned.
-    """
+    """Return the plan that a start would make, with cached measurements. Raises `StartupError`."""
     checkpoint = open_or_fetch_model(settings)
     found = with_kept_calibration(facts, settings, checkpoint)
     measurements = None if found.calibration is None else found.calibration.measurements
@@ -316,7 +301,6 @@ def _age(seconds: float) -> str:
 
 
 def render_explanation(explained: PlanExplanation) -> RenderableType:
-    """Return the explanation as tables for the console."""
     parts: list[RenderableType] = [_head(explained)]
     believed = explained.measurements if explained.measurements and not explained.measurements.fallback else None
     shown = [] if believed is None else _shown_trials(believed, explained.plan)
@@ -348,7 +332,6 @@ def _head(explained: PlanExplanation) -> Table:
 
 
 def _device(explained: PlanExplanation) -> str:
-    """Describe the accelerator that serves, or return an empty string for the CPU."""
     facts, plan = explained.facts, explained.plan
     if plan.placement.device == "mps":
         return describe_apple_gpu(facts)
@@ -357,10 +340,7 @@ def _device(explained: PlanExplanation) -> str:
 
 
 def _speeds(shown: list[TrialTimes], explained: PlanExplanation) -> Table:
-    """Return the table of tokens (or rows) per second of each trial, measured with almost no context.
-
-    The chosen trial is marked.
-    """
+    """Return the table of tokens (or rows) per second of each trial, with almost no context; the choice is marked."""
     phases, unit = ((_PROGRAM_STEPS,), "rows") if explained.needs.kind == "program" else (STEP_KINDS, "tokens")
     columns = [(phase, *column) for phase in phases for column in phase.columns(shown)]
     table = Table(title=f"Measured {unit}/s", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
@@ -375,7 +355,6 @@ def _speeds(shown: list[TrialTimes], explained: PlanExplanation) -> Table:
 
 
 def _shown_trials(measurements: Measurements, plan: ServingPlan) -> list[TrialTimes]:
-    """Return the trials to show: the chosen one first, then those timed at the most sizes."""
     timed = [
         trial
         for trial in measurements.trials
@@ -426,7 +405,6 @@ def _decision_table(explained: PlanExplanation) -> Table:
 
 
 def _performance_table(plan: ServingPlan) -> Iterator[RenderableType]:
-    """Yield the table of expected capacity, if it was measured."""
     if not plan.speed.capacity_tokens_per_second:
         return
     table = _plain("Expected performance")

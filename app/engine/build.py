@@ -1,8 +1,4 @@
-"""Builds the engine of a checkpoint, and provides the first steps that all builders share.
-
-`build` selects the builder by the kind of the checkpoint (decoder, encoder, program) and by the device. Only the
-modules of the kind that is served are imported.
-"""
+"""Builds the engine of a checkpoint by its kind and the device, importing only the modules of what is served."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from app.engine.worker import Engine
 from app.errors import PlanImpossible, raise_kernel_errors_as
 from app.hardware.plan.plan import ServingPlan
 from app.metrics.load_progress import LoadProgress
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
 from app.weights.load import Model, PackCalibrator, Packing, ReportCost, load_model
@@ -36,20 +32,26 @@ RunnerT = TypeVar("RunnerT")
 ModelT = TypeVar("ModelT")
 DeviceT = TypeVar("DeviceT", bound=BaseBackend)
 SelectDevice = Callable[[ServingPlan], DeviceT]  # a function of backends/selection.py that selects the kind of device
+# Module and function of each builder. Key: the kind, and True for a CPU. Programs are planned only for CPUs.
+_BUILDERS: Mapping[tuple[str, bool], tuple[str, str]] = {
+    ("decoder", True): ("app.engine.decoder.build", "build_decoder_engine"),
+    ("encoder", True): ("app.engine.encoder.build", "build_encoder_engine"),
+    ("program", True): ("app.engine.program", "build_program_engine"),
+    ("decoder", False): ("app.engine.decoder.build", "build_device_decoder_engine"),
+    ("encoder", False): ("app.engine.encoder.build", "build_device_encoder_engine"),
+}
 
 
-def ignore_stage(stage: str | LoadProgress) -> None:
-    """Report nothing: the default of `BuildRequest.report`."""
+def ignore_stage(stage: str | LoadProgress) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest(Generic[CheckpointT]):
     """The inputs of a builder.
 
-    `report` is called with each stage of loading; it may raise, to stop. The engine updates
-    `step_time_model` after each step. `eos_token_ids` end the output of a decoder. `report_cost` is called with the
-    cost in quality of quantized weights; it may raise, to load them in another precision. `adapters` are those that the
-    model may get; None: it gets none. `draft` is the checkpoint of the draft model, if there is one.
+    `report` gets each stage of loading and `report_cost` the cost in quality of quantized weights; either may raise, to
+    stop or to load in another precision. The engine updates `step_time_model` after each step. `adapters` None: the
+    model gets none.
     """
 
     checkpoint: CheckpointT
@@ -63,28 +65,15 @@ class BuildRequest(Generic[CheckpointT]):
 
     @property
     def eager_reason(self) -> str:
-        """Reason why the plan records no steps; empty if it does."""
         return "" if self.plan.steps.compile else self.plan.decisions["compile"].reason
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine(Generic[EngineT, RunnerT, ModelT]):
-    """An engine, and the parts of it that benchmarks and tests read."""
-
     engine: EngineT
     runner: RunnerT
     model: ModelT
     backend: BaseBackend
-
-
-# Module and function of each builder. Key: the kind, and True for a CPU. Programs are planned only for CPUs.
-_BUILDERS: Mapping[tuple[str, bool], tuple[str, str]] = {
-    ("decoder", True): ("app.engine.decoder.build", "build_decoder_engine"),
-    ("encoder", True): ("app.engine.encoder.build", "build_encoder_engine"),
-    ("program", True): ("app.engine.program", "build_program_engine"),
-    ("decoder", False): ("app.engine.decoder.build", "build_device_decoder_engine"),
-    ("encoder", False): ("app.engine.encoder.build", "build_device_encoder_engine"),
-}
 
 
 def build(request: BuildRequest[Any]) -> Engine:
@@ -97,7 +86,6 @@ def build(request: BuildRequest[Any]) -> Engine:
 
 
 def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[DeviceT]) -> tuple[Model, DeviceT]:
-    """Configure the device and load the model. Raises a `StartupError` if the plan cannot be served."""
     plan, report = request.plan, request.report
     backend = prepare_device(request, select)
     folder = plan.weights.pack_folder
@@ -110,7 +98,7 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
         return calibration_for(request.checkpoint, plan, cast(HostBackend, backend))
 
     def measure_encoder(model: Encoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
-        from app.engine.calibration.encoder_cost import measure_encoder_cost
+        from app.engine.calibration.streaming import measure_encoder_cost
 
         return measure_encoder_cost(request.checkpoint, plan, model, exact)
 
@@ -126,7 +114,6 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
 
 
 def prepare_device(request: BuildRequest[Any], select: SelectDevice[DeviceT]) -> DeviceT:
-    """Return the device, configured by the plan on this thread."""
     request.report("preparing the device")
     backend = select(request.plan)
     backend.configure(request.plan)
@@ -150,7 +137,6 @@ class LoadReporter:
             self._show()
 
     def show_bytes(self, done: int, total: int) -> None:
-        """Report a new percentage of the bytes."""
         self._bytes, percent = (done, total), 100 * done // max(total, 1)
         if percent != self._percent:
             self._percent = percent

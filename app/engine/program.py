@@ -1,8 +1,4 @@
-"""Runs an exported program as an engine, and builds that engine: weights, row independence check, and warm-up.
-
-Rows of several requests share a batch, the oldest first. A bad request fails alone. Arrays of messages are converted
-to torch tensors and back.
-"""
+"""Runs an exported program as an engine, and builds that engine: weights, row independence check, and warm-up."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +19,7 @@ from app.engine.scheduler.policy import share_in_order
 from app.errors import CheckpointInvalid, InvalidRequest, RequestError, StepFailed
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec, Timings
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 from app.models.program import Program
 from app.models.program_graph import SAMPLE_SIZE
 from app.weights.load import load_program
@@ -38,6 +34,20 @@ Tensors = Mapping[str, Tensor]
 
 # shapes of a request's inputs without the batch dimension; requests with equal shapes share a step
 InputShapes = tuple[tuple[int, ...], ...]
+_NO_MEMORY = "DefaultCPUAllocator"  # in the RuntimeError of a CPU tensor that does not fit the memory
+_RELATIVE_TOLERANCE = 0.05  # relative to the largest value, since products round differently for another number of rows
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "UINT8": torch.uint8,
+    "INT8": torch.int8,
+    "INT16": torch.int16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+    "FP32": torch.float32,
+    "FP64": torch.float64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +64,7 @@ class RunnableProgram:
     min_rows: int = 1
 
     def run(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Return the outputs by name, with as many rows as the inputs.
-
-        If the program was exported for more rows, the last row is repeated.
-        """
+        """Return the outputs by name, with as many rows as the inputs; the last row is repeated up to `min_rows`."""
         rows = len(next(iter(inputs.values())))
         missing = self.min_rows - rows
         if missing > 0:
@@ -83,14 +90,6 @@ def _checked_output(spec: TensorSpec, result: Any) -> Tensor:
     raise ValueError(f"the output {spec.name!r} is not a tensor")
 
 
-class ProgramRunner(Protocol):
-    """Computes outputs by name from inputs by name."""
-
-    def run(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Return the outputs, one row for each row of the inputs."""
-        ...
-
-
 @dataclass(slots=True)
 class InferState:
     """A request in the engine. Rows `[done, rows)` are still to be computed."""
@@ -106,13 +105,10 @@ class InferState:
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """`rows` rows of a request in one step."""
-
     request: InferState
     rows: int
 
     def input_rows(self, name: str) -> Tensor:
-        """Return the rows of the input `name` that belong to this step."""
         return self.request.inputs[name][self.request.done : self.request.done + self.rows]
 
 
@@ -128,9 +124,8 @@ class ProgramEngine:
         clock: Callable[[], float] = time.monotonic,
         throttle_correction: ThrottleCorrection | None = None,
     ) -> None:
-        """Start without requests. A step has up to `delay.target_tokens` rows."""
         self.stats: StepStats | None = None
-        self.runner: ProgramRunner = served
+        self.runner = served
         self.throttle_correction = throttle_correction or ThrottleCorrection()
         self._signature, self._delay, self._clock = served.signature, delay, clock
         self._waiting: deque[InferState] = deque()
@@ -139,23 +134,19 @@ class ProgramEngine:
 
     @property
     def has_work(self) -> bool:
-        """True if requests are queued."""
         return bool(self._waiting)
 
     def add(self, message: Infer) -> list[Event]:
-        """Queue a request."""
         inputs = {name: to_tensor(array) for name, array in message.inputs.items()}
         shapes = tuple(tuple(inputs[spec.name].shape[1:]) for spec in self._signature.inputs)
         self._waiting.append(InferState(message, inputs, len(next(iter(inputs.values()))), shapes))
         return []
 
     def abort(self, command: Abort) -> list[Event]:
-        """Drop a request. It gets no event, since its client has gone."""
         self._waiting = deque(one for one in self._waiting if one.message.request_id != command.request_id)
         return []
 
     def step(self) -> list[Event]:
-        """Compute the next batch and return the events for its clients."""
         started = self._clock()
         self.throttle_correction.begin()
         self._batch, self._model_seconds = self._next_batch(), 0.0
@@ -186,7 +177,6 @@ class ProgramEngine:
         return events
 
     def fail(self) -> list[Event]:
-        """Handle a step that raised: the requests of its batch end, the others continue."""
         shares, self._batch = self._batch, []
         error = StepFailed(
             "The step that computed this request failed; the server's log says why. It may be sent again."
@@ -194,15 +184,12 @@ class ProgramEngine:
         return [self._end(share.request, error) for share in shares] if shares else self.fail_all(error)
 
     def check(self) -> None:
-        """Compute one synthetic row. Raises if that fails."""
         self.runner.run(synthetic_inputs(self._signature, 1))
 
     def fail_all(self, error: RequestError) -> list[Event]:
-        """End every request with this error."""
         return [self._end(request, error) for request in list(self._waiting)]
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the state of the queue for the service and the metrics."""
         begun = sum(request.started_at is not None for request in self._waiting)
         return EngineSnapshot(
             num_running=begun,
@@ -213,7 +200,6 @@ class ProgramEngine:
         )
 
     def _next_batch(self) -> list[RowShare]:
-        """Take rows of the oldest request, then rows of other requests whose inputs have the same shapes."""
         shapes = self._waiting[0].shapes
         alike = (request for request in self._waiting if request.shapes == shapes)
         shares = share_in_order(alike, self._delay.target_tokens, lambda request: request.rows - request.done)
@@ -230,7 +216,6 @@ class ProgramEngine:
             self._model_seconds += self._clock() - began
 
     def _distribute(self, shares: Sequence[RowShare], outputs: Mapping[str, Tensor]) -> list[Event]:
-        """Give each request its rows, and return the answers that are complete."""
         events: list[Event] = []
         first = 0
         for share in shares:
@@ -244,21 +229,14 @@ class ProgramEngine:
         return events
 
     def _compute_alone(self, share: RowShare) -> list[Event]:
-        """Compute a share alone after a shared step failed.
-
-        Only a request that the program cannot compute gets an error; the others get their answers.
-        """
+        """Compute a share alone after a shared step failed; only a request that cannot be computed gets an error."""
         try:
             return self._distribute([share], self._compute([share]))
         except INPUT_ERRORS as error:
             return [self._reject(share, error)]
 
     def _reject(self, share: RowShare, error: Exception) -> RequestFailed:
-        """Return an error for one request.
-
-        It is not a failed engine step, since a client's inputs must not end the process. It is the client's error if
-        the program still computes synthetic inputs, whatever torch raised.
-        """
+        """Return an error for one request, which is the client's if the program still computes synthetic inputs."""
         log.warning("the program failed on the inputs of one request: %s", error)
         return self._end(share.request, program_error(error, self._computes()))
 
@@ -282,14 +260,8 @@ class ProgramEngine:
         return RequestFailed(request.message.request_id, error)
 
 
-_NO_MEMORY = "DefaultCPUAllocator"  # in the RuntimeError of a CPU tensor that does not fit the memory
-
-
 def program_error(error: Exception, computes_others: bool) -> RequestError:
-    """Return the client's error if the program computes other inputs, and an internal error otherwise.
-
-    A lack of memory is never the client's error.
-    """
+    """Return the client's error if the program computes other inputs and memory sufficed, else an internal one."""
     said = str(error)
     if computes_others and _NO_MEMORY not in said:
         reason = (said.splitlines() or [type(error).__name__])[0][:200].rstrip(".")
@@ -297,16 +269,10 @@ def program_error(error: Exception, computes_others: bool) -> RequestError:
     return StepFailed("The program failed to compute these inputs; the server's log says why.")
 
 
-_RELATIVE_TOLERANCE = 0.05  # relative to the largest value, since products round differently for another number of rows
-
-
 def build_program_engine(
     request: BuildRequest[ProgramCheckpoint],
 ) -> BuiltEngine[ProgramEngine, RunnableProgram, Program]:
-    """Load the program, check it and warm it up.
-
-    Raises a `StartupError` if the plan or the program cannot be served.
-    """
+    """Load the program, check it and warm it up. Raises a `StartupError`."""
     checkpoint, plan = request.checkpoint, request.plan
     backend = prepare_device(request, select_host_backend)
     program = load_program(checkpoint, plan, percent_reporter(request.report, "loading weights"))
@@ -323,7 +289,6 @@ def build_program_engine(
 
 
 def served_program(checkpoint: ProgramCheckpoint, program: Program) -> RunnableProgram:
-    """Return the loaded program together with its signature, as the engine runs it."""
     return RunnableProgram(program, checkpoint.signature, checkpoint.output_indices, checkpoint.min_rows)
 
 
@@ -333,11 +298,7 @@ def max_step_rows(checkpoint: ProgramCheckpoint, planned: int) -> int:
 
 
 def check_row_independence(served: RunnableProgram) -> None:
-    """Check that two different rows give the same results together as alone.
-
-    Otherwise requests that share a batch would change each other's answers. Raises `CheckpointInvalid` if the
-    check fails.
-    """
+    """Raise `CheckpointInvalid` unless rows give the same results together as alone, as requests share batches."""
     try:
         both = synthetic_inputs(served.signature, 2)
         together = served.run(both)
@@ -354,7 +315,6 @@ def check_row_independence(served: RunnableProgram) -> None:
 
 
 def cannot_run(error: Exception) -> CheckpointInvalid:
-    """Return the error of a program that fails on synthetic inputs."""
     said = (str(error).splitlines() or [""])[0][:300]
     return CheckpointInvalid(f"The program cannot be run: {said or type(error).__name__}")
 
@@ -367,20 +327,6 @@ def _close_enough(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=_RELATIVE_TOLERANCE * max(largest, 1e-6), equal_nan=True)
 
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "UINT8": torch.uint8,
-    "INT8": torch.int8,
-    "INT16": torch.int16,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "FP16": torch.float16,
-    "BF16": torch.bfloat16,
-    "FP32": torch.float32,
-    "FP64": torch.float64,
-}
-
-
 def to_tensor(array: Array) -> Tensor:
     """Return a tensor with a copy of the array's bytes, whose number matches the shape."""
     dtype = DTYPES[array.datatype]
@@ -390,7 +336,6 @@ def to_tensor(array: Array) -> Tensor:
 
 
 def to_array(tensor: Tensor, datatype: str = "FP32") -> Array:
-    """Return the tensor's values as `datatype`, in row-major order."""
     plain = tensor.to(DTYPES[datatype]).contiguous()
     return Array(
         datatype, tuple(plain.shape), plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""

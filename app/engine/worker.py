@@ -1,8 +1,7 @@
 """The worker thread, which owns the device, the model and the engine.
 
-It loads the model, takes commands from its mailbox, computes steps, and sends the events of each step. It does not
-depend on an event loop or on metrics, because all output goes through callbacks. If it ends for any reason other
-than `Stop`, it calls `on_fatal`.
+It loads the model, takes commands from its mailbox, computes steps, and sends the events of each step. All output goes
+through callbacks. If it ends for any reason other than `Stop`, it calls `on_fatal`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from app.errors import ArmatureError, RequestError, ServiceStopping, StepFailed
 from app.messages import Abort, Command, EngineRequest, Event, RequestFailed, Stop
 from app.metrics.load_progress import LoadProgress
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 
 log = logging.getLogger(__name__)
 
@@ -35,63 +34,37 @@ CLOSE_SECONDS = 2.0  # for that work at the end
 
 
 class Engine(Protocol):
-    """The interface that all engines share."""
-
     stats: StepStats | None
 
     @property
-    def has_work(self) -> bool:
-        """True while there is something to compute."""
-        ...
+    def has_work(self) -> bool: ...
 
     @property
     def batching_delay_seconds(self) -> float:
         """Time that the next step may wait for more requests although there is work, in seconds."""
-        ...
 
-    def add(self, order: Any) -> list[Event]:
-        """Queue a request. Returns the events of a request that is rejected at once."""
-        ...
+    def add(self, order: Any) -> list[Event]: ...
 
-    def abort(self, command: Abort) -> list[Event]:
-        """End a request or one of its choices."""
-        ...
+    def abort(self, command: Abort) -> list[Event]: ...
 
-    def step(self) -> list[Event]:
-        """Compute the next step and return its events."""
-        ...
+    def step(self) -> list[Event]: ...
 
-    def fail(self) -> list[Event]:
-        """End the requests of the step that raised, and return their events."""
-        ...
+    def fail(self) -> list[Event]: ...
 
-    def fail_all(self, error: RequestError) -> list[Event]:
-        """End all requests with this error."""
-        ...
+    def fail_all(self, error: RequestError) -> list[Event]: ...
 
     def check(self) -> None:
-        """Compute a small input that is known to work, outside all requests.
+        """Compute a small input that is known to work, outside all requests. Raises the error of a broken device."""
 
-        Raises the error of a broken device.
-        """
-        ...
-
-    def snapshot(self) -> EngineSnapshot:
-        """Return the engine's counts for other threads."""
-        ...
+    def snapshot(self) -> EngineSnapshot: ...
 
 
 def _only_failures(events: list[Event]) -> bool:
-    """Return True if a step gave nothing but failures of its requests."""
     return bool(events) and all(isinstance(one, RequestFailed) and isinstance(one.error, StepFailed) for one in events)
 
 
 def _ignore(_: object) -> None:
     return None
-
-
-def _never_fatal(_: Exception) -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,60 +81,39 @@ class Callbacks:
     on_events: Callable[[list[Event]], None]
     on_fatal: Callable[[BaseException], None]
     on_step: Callable[[StepStats, EngineSnapshot], None] = lambda stats, snapshot: None
-    is_fatal: Callable[[Exception], bool] = _never_fatal
+    is_fatal: Callable[[Exception], bool] = lambda error: False
     on_idle: Callable[[Engine, Callable[[], bool]], bool] | None = None
     on_pause: Callable[[Engine, Callable[[], bool]], None] | None = None
 
 
 class StepObserver(Protocol):
-    """Observer of the worker's loop, called on the worker thread."""
-
-    def begin(self) -> None:
-        """Note that a step begins now."""
-        ...
+    def begin(self) -> None: ...
 
     def end(self, step: StepStats) -> None:
         """Note that a step ended. Its events have not been sent yet."""
-        ...
 
-    def events_sent(self) -> None:
-        """Note that all events of the step have been sent."""
-        ...
+    def events_sent(self) -> None: ...
 
     def idle(self) -> None:
         """Note that there is nothing to compute until a command arrives."""
-        ...
 
-    def close(self) -> None:
-        """Note that the thread ends."""
-        ...
+    def close(self) -> None: ...
 
 
 class NullStepObserver:
-    """A `StepObserver` that does nothing."""
+    def begin(self) -> None: ...
 
-    def begin(self) -> None:
-        """Do nothing."""
+    def end(self, step: StepStats) -> None: ...
 
-    def end(self, step: StepStats) -> None:
-        """Do nothing."""
+    def events_sent(self) -> None: ...
 
-    def events_sent(self) -> None:
-        """Do nothing."""
+    def idle(self) -> None: ...
 
-    def idle(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
 class Worker:
-    """The worker thread and its mailbox.
-
-    `state`, `stage`, `load_progress`, `snapshot`, `error` and `alive` may be read from any thread, and `put` may be
-    called from any thread. `load_progress` is None in stages that are only named, and after loading.
-    """
+    """The worker thread and its mailbox. Any thread may call `put` and read the public attributes."""
 
     def __init__(
         self,
@@ -183,22 +135,16 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="armature-worker", daemon=True)
 
     def start(self, callbacks: Callbacks) -> None:
-        """Start the thread, which reports to `callbacks`."""
         self._callbacks = callbacks
         self._thread.start()
 
     def put(self, command: Command) -> None:
-        """Put a command into the mailbox.
-
-        Raises:
-            ServiceStopping: The command is a request and the worker has ended.
-        """
+        """Put a command into the mailbox. Raises `ServiceStopping` for a request after the worker has ended."""
         self._mailbox.put(command)
         if isinstance(command, EngineRequest) and self.state in ("failed", "stopped"):
             raise ServiceStopping("The server is stopping.")
 
     def join(self, timeout_seconds: float | None = None) -> None:
-        """Wait for the thread to end, at most `timeout_seconds` (None: without limit)."""
         self._thread.join(timeout_seconds)
 
     @property
@@ -221,7 +167,6 @@ class Worker:
             self._finish()
 
     def _serve(self, engine: Engine) -> None:
-        """Run until `Stop` or a fatal failure. An idle engine blocks on the mailbox."""
         while self.error is None:
             events, stop = self._take_commands(engine)
             if stop:
@@ -240,10 +185,7 @@ class Worker:
                 self._observer.events_sent()
 
     def _take_commands(self, engine: Engine) -> tuple[list[Event], bool]:
-        """Process all commands in the mailbox; the second value is True if `Stop` was among them.
-
-        If the engine has no work, this waits for the first command.
-        """
+        """Process all commands in the mailbox, of which the first is waited for if there is no work; True: `Stop`."""
         events: list[Event] = []
         block = not engine.has_work
         if block:
@@ -257,10 +199,7 @@ class Worker:
         return events, False
 
     def _use_idle_time(self, engine: Engine) -> None:
-        """Call `on_pause` once no command has arrived for some time.
-
-        Then call `on_idle` after each longer time, until it has nothing left to do.
-        """
+        """Call `on_pause` after a short time without commands, then `on_idle` until it has nothing to do."""
         on_idle = self._callbacks.on_idle
         if self._callbacks.on_pause is not None and self._held is None:
             try:
@@ -286,11 +225,7 @@ class Worker:
             self._attempt(lambda: on_pause(engine, is_wanted))
 
     def _next(self, block: bool, waiting: Engine | None) -> Command | None:
-        """Return the next command; None if there is none.
-
-        If `block` is False and the mailbox is empty, this waits as long as the engine allows its next step to be
-        delayed.
-        """
+        """Return the next command; None if there is none, after the engine's batching delay if not `block`."""
         if self._held is not None:
             held, self._held = self._held, None
             return held
@@ -324,7 +259,6 @@ class Worker:
         return failed + engine.fail_all(StepFailed("The server's device has failed; the server is restarting.")), None
 
     def _check_device(self, engine: Engine, events: list[Event]) -> list[Event]:
-        """Return the events of a step whose results were of no use, with those of all requests if the device is lost."""
         broken = self._broken_device(engine)
         if broken is None:
             return events
@@ -332,13 +266,11 @@ class Worker:
         return events + engine.fail_all(StepFailed("The server's device has failed; the server is restarting."))
 
     def _is_lost(self, engine: Engine, error: Exception) -> bool:
-        """Return True if the device has failed, and not only the step."""
         if self._callbacks.is_fatal(error):
             return True
         return self._failed_steps >= MAX_FAILED_STEPS and self._broken_device(engine) is not None
 
     def _broken_device(self, engine: Engine) -> Exception | None:
-        """Compute an input that is known to work, and return the error if that fails."""
         self._failed_steps = 0
         _, broken = self._attempt(engine.check)
         if broken is None:
@@ -349,10 +281,7 @@ class Worker:
         return broken
 
     def _attempt(self, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """Run an action and return its result or its exception.
-
-        This is the one place of the engine that catches every failure, so that the affected requests get an error.
-        """
+        """Run an action and return its result or its exception: the one place of the engine that catches all."""
         try:
             return action(), None
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Types shared by all parts of the plan: decisions with reasons, and the measurements of calibration."""
+"""Decisions with reasons, which all parts of the plan share, and the measurements of calibration."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 T = TypeVar("T")
 RecipeKey = tuple[str, str, str]  # device kind, CPU architecture, precision: the key of weights/forms.py
 Dtype = Literal["float32", "bfloat16", "float16"]
+ALL_KINDS = ("decoder", "encoder", "program")  # kinds of models
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +20,11 @@ class Decision(Generic[T]):
     reason: str
 
 
-ALL_KINDS = ("decoder", "encoder", "program")  # kinds of models
-
-
 class Decided(Generic[T]):
     """Field of a part of the plan: it is set to a `Decision`, and read as the value.
 
-    Args:
-        show_for: Kinds of models whose explanation (`armature probe --model`) shows the decision.
-        unit: Unit of the value.
-        zero_is_unknown: The value 0 means that it is not known without a model.
+    `show_for`: kinds of models whose explanation (`armature probe --model`) shows the decision. `zero_is_unknown`: 0
+    means not known without a model.
     """
 
     def __init__(
@@ -56,7 +52,6 @@ class PlanPart:
 
     @property
     def decisions(self) -> Mapping[str, Decision[Any]]:
-        """The decisions with their reasons, by name."""
         return vars(self)
 
     def changed(self, **values: Any) -> Self:
@@ -67,22 +62,16 @@ class PlanPart:
 
 @dataclass(frozen=True, slots=True)
 class TrialTimes:
-    """Measured step times of one configuration of a checkpoint.
+    """Measured step times of one configuration, in seconds of the whole model, extrapolated from some layers.
 
-    Times are seconds of steps of the whole model, extrapolated from layers of its shapes. `decode_seconds` maps
-    sequences that decode together, with hardly any context, to seconds; `prefill_seconds` maps tokens of one
-    prompt to seconds. `context_token_seconds` is the time that each token of context of a decoding sequence adds
-    to a step, for all layers together. `pair_seconds` is the time added by each pair of a prompt token in the
-    chunk and a token computed before it (0: not measured).
-
-    An encoder has only `encode_seconds`, by tokens of all texts of a step, and `pair_seconds`, for each pair of
-    tokens of one text.
-
-    `read_bytes` are the bytes of weights that a decode step reads. `operations_per_token` is two times the
-    multiply-adds of one token.
-
-    `spread` is the relative spread of the samples of one step (the middle one of all steps). `noise` is set if the samples
-    varied too much, or were too few: a clause that follows "since". The seconds are then the least of the samples.
+    `decode_seconds` is by sequences that decode together, with hardly any context, `prefill_seconds` by tokens of one
+    prompt. `context_token_seconds` is the time that each token of context of a decoding sequence adds; `pair_seconds`
+    the time of each pair of a prompt token in the chunk and a token computed before it (0: not measured). An encoder
+    has only `encode_seconds`, by tokens of all texts of a step, and `pair_seconds`, for each pair of tokens of one
+    text. `read_bytes` are the bytes of weights that a decode step reads. `operations_per_token` is two times the
+    multiply-adds of one token. `spread` is the relative spread of the samples of one step (the middle one of all
+    steps). `noise` is set if the samples varied too much, or were too few, a clause that follows "since"; the seconds
+    are then the least of the samples.
     """
 
     precision: str
@@ -103,13 +92,11 @@ class TrialTimes:
 class Measurements:
     """Results of calibration on this machine for one checkpoint's shapes; empty if it did not run.
 
-    `products_per_second` is the best rate of matrix products for each precision, with the largest number of
-    threads that may be used; a multiply and an add count as two operations. `most_few_rows` is the largest number
-    of rows for which 4-bit weights are faster than 8-bit weights (None: not measured). `single_steps` has, by precision,
-    the seconds of a decode step of one sequence if nothing else of that precision was timed: it cannot be chosen, or
-    there was no time. With `is_partial`, an idle server timed its own steps, since no start could. `fallback` is set if the
-    measurements were rejected and the plan uses facts alone: a clause that
-    follows "since".
+    `products_per_second` is the best rate of matrix products by precision, where a multiply and an add are two
+    operations. `most_few_rows` is the largest number of rows for which 4-bit weights are faster than 8-bit weights
+    (None: not measured). `single_steps` has, by precision, the seconds of a decode step of one sequence if nothing else
+    of that precision was timed. With `is_partial`, an idle server timed its own steps. `fallback` is set if the
+    measurements were rejected: a clause that follows "since".
     """
 
     read_bytes_per_second: float | None = None

@@ -1,7 +1,4 @@
-"""Facts about a machine and needs of a checkpoint, as plain values without torch.
-
-The probe fills them, the plan reads them, and the report shows them. Nothing in this module reads the machine.
-"""
+"""Facts about a machine and needs of a checkpoint, as plain values. Nothing in this module reads the machine."""
 
 from __future__ import annotations
 
@@ -20,9 +17,8 @@ PowerSource = Literal["rapl", "scmi", "hwmon", "powermetrics"]
 class Cpu:
     """Processor.
 
-    `vendor` and `microarchitecture` come from the numbers that the kernel reports. `name` is the maker's brand
-    string and is only displayed. `product` is the product that contains the core (`Graviton4`), from DMI or the
-    cloud's files; None if unknown.
+    `vendor` and `microarchitecture` come from the numbers that the kernel reports, `name` is the maker's brand string,
+    and `product` (`Graviton4`) comes from DMI or the cloud's files.
     """
 
     vendor: str
@@ -43,10 +39,7 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """Memory node and the logical CPUs near it; a node without CPUs has memory only.
-
-    `available_bytes` includes the page cache.
-    """
+    """Memory node and the logical CPUs near it, if any. `available_bytes` includes the page cache."""
 
     id: int
     cpu_ids: tuple[int, ...]
@@ -56,10 +49,7 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """One level of cache as seen from the first CPU.
-
-    `shared_by` is the number of logical CPUs that share one instance of `size_bytes`.
-    """
+    """A cache level of the first CPU. `shared_by` logical CPUs share one instance of `size_bytes`."""
 
     level: int
     kind: CacheKind
@@ -69,11 +59,10 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """Tightest limits of this process's control group and all its ancestors; `version` is 0 without control groups.
+    """Tightest limits of this process's control group and all its ancestors; None without a limit.
 
-    `quota_cores` is quota over period, so 1.5 is one and a half cores. `quota_cores`, `cpuset` and
-    `memory_limit_bytes` are None without a limit. `memory_available_bytes` is the limit less the memory in use
-    there that cannot be dropped.
+    `version` is 0 without control groups. `quota_cores` is quota over period, so 1.5 is one and a half cores.
+    `memory_available_bytes` is the limit less the memory in use there that cannot be dropped.
     """
 
     version: Literal[0, 1, 2] = 0
@@ -85,11 +74,7 @@ class Cgroup:
 
 @dataclass(frozen=True, slots=True)
 class HugePages:
-    """Huge pages.
-
-    `transparent` is the kernel's mode (always, madvise, never), or None if the kernel has no transparent huge
-    pages. The other fields count explicit huge pages.
-    """
+    """Huge pages: the kernel's transparent mode (always, madvise, never; None: none), and explicit ones."""
 
     transparent: str | None = None
     page_bytes: int = 0
@@ -99,11 +84,10 @@ class HugePages:
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """NVIDIA device as its driver reports it, with nvidia-smi's index.
+    """NVIDIA device as its driver reports it, with nvidia-smi's index; None: not reported.
 
-    A value that the driver does not report is None. A device with a capability and without `memory_bytes` shares
-    the machine's memory. `mig` is the MIG profile of an instance, the empty string for a GPU in MIG mode without
-    instances, and None for a GPU that is not partitioned.
+    A device with a capability and without `memory_bytes` shares the machine's memory. `mig` is the MIG profile of an
+    instance, the empty string for a GPU in MIG mode without instances, and None for one that is not partitioned.
     """
 
     index: int
@@ -130,11 +114,7 @@ class TorchBuild:
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """Native kernel library of this package.
-
-    `levels` are the instruction set levels compiled into it, the best first. `forced` is the level that
-    `ARMATURE_ISA` names.
-    """
+    """Native kernel library with its instruction set levels, the best first; `ARMATURE_ISA` names `forced`."""
 
     levels: tuple[str, ...]
     forced: str | None = None
@@ -142,11 +122,7 @@ class NativeLibrary:
 
 @dataclass(frozen=True, slots=True)
 class PowerCounter:
-    """File with one number.
-
-    With unit `energy` it counts up in microjoules and restarts at 0 after `wraps_at`; with unit `power` it is the
-    present power in microwatts.
-    """
+    """File with one number: microjoules that restart at 0 after `wraps_at`, or the present microwatts."""
 
     name: str
     file: str
@@ -156,10 +132,7 @@ class PowerCounter:
 
 @dataclass(frozen=True, slots=True)
 class PowerMeter:
-    """Source of the machine's power readings; `source` is None without one.
-
-    `reason` says what is counted, or why nothing can be counted.
-    """
+    """Source of the machine's power readings, None without one, and what is counted or why nothing is."""
 
     source: PowerSource | None = None
     counters: tuple[PowerCounter, ...] = ()
@@ -178,10 +151,9 @@ class TemperatureSensor:
 class ThermalSensors:
     """Sources of the processor's frequency, temperature and thermal throttling; each may be missing.
 
-    `frequency_files` hold the present kHz of single CPUs, with the source `cpufreq`; the source `cpuinfo` is the line
-    `cpu MHz`. `max_hertz` is the highest frequency that the processor states. `throttle_files` count the times that
-    heat slowed a core down, `cooling_files` are above 0 while it does. `has_pmset` is true on a Mac, where `pmset` says
-    whether the speed is limited.
+    `frequency_files` hold the present kHz of single CPUs (`cpufreq`); the source `cpuinfo` is the line `cpu MHz`.
+    `throttle_files` count the times that heat slowed a core down, `cooling_files` are above 0 while it does.
+    `has_pmset`: a Mac, where `pmset` says whether the speed is limited.
     """
 
     frequency_source: FrequencySource | None = None
@@ -203,13 +175,12 @@ class ThermalSensors:
 class Facts:
     """Everything that the plan may know about a machine.
 
-    `os` is linux, macos or the kernel's name for itself. `architecture` is `x86_64` or `arm64` (also for aarch64),
-    else the kernel's name. `memory_node_ids` are the nodes from which memory may be allocated, which a cpuset may
-    limit; empty if unknown. `commit_left_bytes` is the address space that may still be reserved if every
-    reservation counts at once (vm.overcommit_memory=2), else None. `mps_limit_bytes` is the operator's limit for
-    the memory of a Mac's GPU; None: the default of macOS. `is_translated` is true for a Python for Intel Macs that
-    runs on Apple silicon by Rosetta. `isa` uses Linux's names on x86 (`avx512_bf16`) and short names on Arm
-    (`neon`, `dotprod`, `i8mm`, `bf16`, `sve`, `lse`).
+    `os` is linux, macos or the kernel's name for itself. `architecture` is `x86_64` or `arm64` (also for aarch64), else
+    the kernel's name. `memory_node_ids` are the nodes that a cpuset allows; empty if unknown. `commit_left_bytes` is
+    the address space that may still be reserved if every reservation counts at once (vm.overcommit_memory=2), else
+    None. `mps_limit_bytes` is the operator's limit for a Mac's GPU. `is_translated`: Rosetta runs a Python for Intel
+    Macs. `isa` uses Linux's names on x86 (`avx512_bf16`) and short names on Arm (`neon`, `dotprod`, `i8mm`, `bf16`,
+    `sve`, `lse`).
     """
 
     os: str
@@ -240,7 +211,6 @@ class Facts:
 
     @property
     def num_logical_cpus(self) -> int:
-        """Number of logical CPUs that are online."""
         return sum(len(core.cpu_ids) for core in self.cores)
 
     @property
@@ -270,24 +240,20 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Requirements of a checkpoint, from its config and tensor headers alone.
+    """Requirements of a checkpoint, from its config and tensor headers alone; a program has rows instead of tokens.
 
-    The steps of a program have rows instead of tokens. `weight_bytes` is the size on disk. `bytes_by_precision` are
-    the bytes in memory by precision (`fp32`, `bf16`, …); `device_bytes_by_precision` are those on a device with its
-    own memory, where they differ. `layer_weights` are the weights of the linear layers, without the output layer,
-    by the number of inputs. `stored_quantization` is the type of most weights in a file that holds quantized ones, such
-    as Q4_1, else empty; `codes_precision` is the precision in which they keep their codes. `int8_copy_bytes` are
-    additional bytes if 4-bit layers also have an 8-bit copy.
-    `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder; the layers are those that have keys
-    and values, `num_kv_layers` (0: all). `rows_vary` is true if the
-    cost of a program's row depends on dimensions that each request chooses. `operations_per_token` is two times the
-    multiply-adds of one token or row, without an output layer (0: two for each parameter). `table_bytes` are bytes
-    of tables of which a step reads only some rows. `quality_costs` are the relative
-    increases of perplexity by quantized precision, or of an encoder 1 minus the lowest cosine of its vectors with
-    the exact ones, measured while these weights were packed. `has_vectors`: an encoder gives vectors, not only labels.
-    `adapter_elements` are the weights of all LoRA adapters that may be loaded at the same time. `draft` are the
-    requirements of the draft model, if there is one. Of `num_parameters`, `expert_weights` belong to experts, and
-    a token uses the share `expert_use` of those.
+    `weight_bytes` is the size on disk, `bytes_by_precision` in memory; `device_bytes_by_precision` on a device with its
+    own memory, where they differ. `layer_weights` are the weights of the linear layers, without the output layer, by
+    the number of inputs. `stored_quantization` is the type of most quantized weights in a file, such as Q4_1, and
+    `codes_precision` the precision in which they keep their codes. `int8_copy_bytes` are added if 4-bit layers also
+    have an 8-bit copy. `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder; the layers are
+    the `num_kv_layers` with keys and values (0: all). `rows_vary`: the cost of a program's row depends on sizes that
+    each request chooses. `operations_per_token` is two times the multiply-adds of one token or row, without an output
+    layer (0: two for each parameter). Of `table_bytes` a step reads only some rows. `quality_costs` are the relative
+    increases of perplexity by quantized precision, or of an encoder 1 minus the lowest cosine with the exact vectors.
+    `has_vectors`: an encoder gives vectors, not only labels. `adapter_elements` are the weights of all LoRA adapters
+    that may be loaded at once. Of `num_parameters`, `expert_weights` belong to experts, of which a token uses the share
+    `expert_use`.
     """
 
     kind: Literal["decoder", "encoder", "program"]
@@ -325,12 +291,11 @@ class Needs:
 
     @property
     def generates(self) -> bool:
-        """True for a decoder, which keeps keys and values and generates token by token; other models take one step."""
+        """True for a decoder, which generates token by token; other models take one step."""
         return self.kind == "decoder"
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert a value of this module for JSON: dataclasses become dicts, and sets become sorted lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_json_value(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):

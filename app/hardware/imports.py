@@ -9,11 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector, then exempt all objects from it that exist.
-
-    Modules live as long as the process, so a collection finds nothing among their objects. While the server's modules
-    and torch are imported, collections take a tenth of the time.
-    """
+    """Pause the cyclic garbage collector, then exempt all objects that exist: modules live as long as the process."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,23 +1,19 @@
-"""Advice to the kernel about memory, and a process's own counters: what serving can do without.
+"""Advice to the kernel about memory, which serving can do without.
 
-A kernel without huge pages, a sandbox or a seccomp filter may refuse such a call with any error. A refusal costs speed
-or a figure, never a start or a step.
+A sandbox or a seccomp filter may refuse such a call with any error, which costs speed, never a step.
 """
 
 from __future__ import annotations
 
 import mmap
-import resource
+
+_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 
 
 def advise(region: mmap.mmap, advice: str, start: int = 0, length: int | None = None) -> bool:
     """Give the kernel advice about mapped memory (man 2 madvise), and return whether it was taken.
 
-    Args:
-        region: The mapping.
-        advice: Name of a constant of Python's `mmap`, such as `MADV_HUGEPAGE`. Other systems may not have it.
-        start: First byte, at the beginning of a page.
-        length: Number of bytes; None: up to the end.
+    `advice` names a constant of Python's `mmap`, which other systems may lack. `start` is at the beginning of a page.
     """
     number = getattr(mmap, advice, None) if advice != "MADV_POPULATE_READ" else _POPULATE_READ
     if number is None:
@@ -27,16 +23,3 @@ def advise(region: mmap.mmap, advice: str, start: int = 0, length: int | None = 
     except (OSError, ValueError):
         return False
     return True
-
-
-_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
-
-_NO_USAGE = resource.struct_rusage((0.0,) * 16)
-
-
-def process_usage() -> resource.struct_rusage:
-    """Return the counters of this process (man 2 getrusage), or zeros if the kernel refuses them."""
-    try:
-        return resource.getrusage(resource.RUSAGE_SELF)
-    except (OSError, ValueError):  # Python turns EINVAL into a ValueError
-        return _NO_USAGE

@@ -1,9 +1,6 @@
 """Step times of the whole model: the measured table, and its correction by the steps seen while serving.
 
-`StepTimeTable` holds what calibration measured. Its times are linear between measured points and proportional beyond
-the last one; they never fall when rows, tokens or context grow. `StepTimes` adds the live correction factors; the
-worker thread and the service use the same immutable value. `ThrottleCorrection` corrects for a CPU quota that is
-smaller than the number of threads.
+Times are linear between measured points, proportional beyond the last one, and never fall when work grows.
 """
 
 from __future__ import annotations
@@ -22,19 +19,32 @@ _CHUNK_CONTEXT_SHARE = 0.5
 TABLE_TEXT_TOKENS = 128  # tokens of each text in an encoder's table, or fewer if the step has fewer
 
 _Points = tuple[tuple[int, float], ...]  # (number of rows, seconds), both rising
+# A step is replayed from a recording of its size, so prompt chunks have only these sizes. The smallest is processed
+# even if the target is missed already, so that a long prompt makes progress. Without a target that an operator set, a
+# larger one is, too, if it takes at most `MISSED_TARGET_RATIO` times as long: steps that are not recorded on a GPU have a
+# long fixed time, and their tokens cost little.
+PREFILL_CHUNK_SIZES = tuple(size for power in range(2, 14) for size in (2**power, 3 * 2 ** (power - 1)))
+MIN_PREFILL_TOKENS = PREFILL_CHUNK_SIZES[0]
+# Goal: the p99 latency of running streams is at most 3 × their p50 while a long prompt arrives, if the p99 of steps is
+# 1.5 × their p50.
+MIXED_TO_DECODE_RATIO = 2.0
+MISSED_TARGET_RATIO = 1.1
+MIN_TARGET_SECONDS = (
+    0.010  # a hundred tokens a second, which is faster than people read; a lower target would only slow prompts
+)
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeTable:
     """Measured times of the steps of one model, in seconds.
 
-    `decode_points` and `prefill_points` are the measured tables, rising; an encoder has `encode_points` instead.
-    `context_token_seconds` is for each token of context that a decoding sequence attends to. `pair_seconds` is for
-    each pair of a prompt token and a token computed before its chunk, or of two tokens of a text beyond the pairs
-    of the table's texts. `logits_points` is the time that decoding rows take beyond the same number of prompt
-    rows: of a prompt, only the last row has logits and is sampled. `added_seconds` is what a prompt's tokens add to a
-    step of decodes, if that was learned and not measured: a time for any number of them, which may be negative, and one
-    for each token.
+    `decode_points` and `prefill_points` are the measured tables, rising; an encoder has `encode_points`.
+    `context_token_seconds` is for each token of context that a decoding sequence attends to, `pair_seconds` for each
+    pair of a prompt token and a token computed before its chunk, or of two tokens of a text beyond the pairs of the
+    table's texts. `logits_points` is the time that decoding rows take beyond the same number of prompt rows, which have
+    no logits. `added_seconds` is what a prompt's tokens add to a step of decodes, if learned: a time for any number of
+    them, which may be negative, and one for each.
     """
 
     decode_points: _Points
@@ -47,7 +57,6 @@ class StepTimeTable:
 
     @classmethod
     def from_trial(cls, trial: TrialTimes) -> StepTimeTable:
-        """Build the table of a trial."""
         pair = trial.pair_seconds or _CHUNK_CONTEXT_SHARE * trial.context_token_seconds
         decode = _rising_points(trial.decode_seconds)
         bare = cls(decode, _rising_points(trial.prefill_seconds) or decode, trial.context_token_seconds, pair)
@@ -63,10 +72,7 @@ class StepTimeTable:
         return self._products(tokens) + tokens * context_tokens * self.pair_seconds
 
     def mixed(self, rows: int, tokens: int, context_tokens: int = 0, prompt_context_tokens: int = 0) -> float:
-        """Return the time of a step with decoding rows and a prompt chunk.
-
-        The products cover all rows at once, and each part attends to its own context.
-        """
+        """Return the time of a step with decoding rows and a prompt chunk, whose products cover all rows at once."""
         if not tokens:
             return self.decode(rows, context_tokens)
         if not rows:
@@ -79,10 +85,7 @@ class StepTimeTable:
         return products + attention
 
     def encode(self, tokens: int, pairs: int = 0) -> float:
-        """Return the time of a step of texts with `tokens` tokens in all.
-
-        `pairs` is the number of pairs of tokens of the same text; 0 if unknown.
-        """
+        """Return the time of a step of texts with `pairs` pairs of tokens of the same text, 0 if unknown."""
         more = pairs - tokens * min(tokens, TABLE_TEXT_TOKENS)
         return _interpolate(self.encode_points, tokens) + max(more, 0) * self.pair_seconds
 
@@ -114,8 +117,7 @@ class StepTimeTable:
     def _products(self, tokens: int) -> float:
         """Return the time of a prompt's tokens without context.
 
-        Below the first measured point it is the time of the same number of decodes, or a linear estimate if that
-        is less.
+        Below the first point it is the time of as many decodes, or a linear estimate if that is less.
         """
         first, seconds = self.prefill_points[0]
         if not 0 < tokens < first:
@@ -148,30 +150,14 @@ def _interpolate(points: _Points, number: int) -> float:
     return low_seconds + (high_seconds - low_seconds) * (number - low) / (high - low)
 
 
-# A step is replayed from a recording of its size, so prompt chunks have only these sizes. The smallest is processed
-# even if the target is missed already, so that a long prompt makes progress. Without a target that an operator set, a
-# larger one is, too, if it takes at most `MISSED_TARGET_RATIO` times as long: steps that are not recorded on a GPU have a
-# long fixed time, and their tokens cost little.
-PREFILL_CHUNK_SIZES = tuple(size for power in range(2, 14) for size in (2**power, 3 * 2 ** (power - 1)))
-MIN_PREFILL_TOKENS = PREFILL_CHUNK_SIZES[0]
-# Goal: the p99 latency of running streams is at most 3 × their p50 while a long prompt arrives, if the p99 of steps is
-# 1.5 × their p50.
-MIXED_TO_DECODE_RATIO = 2.0
-MISSED_TARGET_RATIO = 1.1
-MIN_TARGET_SECONDS = (
-    0.010  # a hundred tokens a second, which is faster than people read; a lower target would only slow prompts
-)
-
-
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """Measured step times with correction factors for what recent steps took, by their content.
 
-    A step carries at most `max_tokens` of prompts, or batches texts up to that number. Without `target_seconds`, a
-    step may take `MIXED_TO_DECODE_RATIO` times as long as its decodes alone. A step that only decodes verifies
-    `draft_tokens` draft tokens for each sequence and yields `tokens_per_step` tokens of it; steps with prompts have no
-    draft tokens. With `oldest_first`, requests that fit in one step are processed in their order of arrival,
-    whatever their size.
+    A step carries at most `max_tokens` of prompts, or batches texts up to that number. Without `target_seconds`, a step
+    may take `MIXED_TO_DECODE_RATIO` times as long as its decodes alone. A step that only decodes verifies
+    `draft_tokens` draft tokens for each sequence and yields `tokens_per_step` tokens of it. With `oldest_first`,
+    requests that fit in one step are processed in their order of arrival, whatever their size.
     """
 
     steps: StepTimeTable
@@ -188,24 +174,20 @@ class StepTimes:
     def seconds(self, rows: int, tokens: int, context_tokens: int = 0, prompt_context_tokens: int = 0) -> float:
         """Return the expected time of a step.
 
-        It has `rows` decoding sequences with `context_tokens` of context in all, and `tokens` of a prompt of which
-        `prompt_context_tokens` were computed before.
+        It has `rows` decodes with `context_tokens` of context in all, and `tokens` of a prompt after
+        `prompt_context_tokens`.
         """
         factor = self.mixed_factor if rows and tokens else self.prefill_factor if tokens else self.decode_factor
         return factor * self.steps.mixed(rows, tokens, context_tokens, prompt_context_tokens)
 
     def encode(self, tokens: int, pairs: int = 0) -> float:
-        """Return the expected time of an encoder's step.
-
-        It has `tokens` tokens, and `pairs` pairs of tokens of the same text.
-        """
+        """Return the expected time of an encoder's step, with pairs of tokens of the same text."""
         return self.encode_factor * self.steps.encode(tokens, pairs)
 
     def target(self, rows: int, context_tokens: int = 0, num_prompts: int = 1) -> float:
         """Return the longest time of a step while `rows` sequences decode and `num_prompts` prompts wait.
 
-        If more requests wait for their first token than decode, the target grows by that ratio, so that few
-        streams do not delay many requests.
+        If more requests wait than decode, the target grows by that ratio.
         """
         if self.target_seconds is not None:
             return self.target_seconds
@@ -215,10 +197,9 @@ class StepTimes:
     def prefill_tokens(
         self, rows: int, context_tokens: int = 0, prompt_context_tokens: int = 0, num_prompts: int = 1
     ) -> int:
-        """Return the most prompt tokens that keep a step within the target.
+        """Return the most prompt tokens that keep a step within the target, else the smallest chunk size.
 
-        If no chunk size does, return the smallest one. Without `target_seconds`, return then the largest one that takes
-        at most `MISSED_TARGET_RATIO` times as long as the smallest.
+        Without `target_seconds`, return then the largest one of at most `MISSED_TARGET_RATIO` times its time.
         """
         if not rows:
             return self.max_tokens
@@ -237,14 +218,10 @@ class StepTimes:
         return sizes[max(fitting - 1, 0)]
 
 
-Clock = Callable[[], float]
-
-
 def throttle_corrected_clock(quota_cores: float | None, cpu_seconds: Clock = time.process_time) -> Clock:
     """Return a clock that advances like wall time on average while there is work.
 
-    With a quota it is the CPU time of the whole process over the quota, because all of the process is limited by
-    it. With None no quota binds, and it is the wall clock.
+    With a quota that binds it is the CPU time of the whole process over the quota.
     """
     return time.perf_counter if quota_cores is None else lambda: cpu_seconds() / quota_cores
 
@@ -258,7 +235,6 @@ class ThrottleCorrection:
         self._began = 0.0
 
     def begin(self) -> None:
-        """Start the measurement of a step."""
         if self._clock is not None:
             self._began = self._clock()
 

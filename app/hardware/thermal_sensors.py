@@ -1,7 +1,7 @@
 """Frequency, temperature and thermal throttling of the processor: where they can be read, and readings.
 
 Formats: Linux Documentation/admin-guide/pm/cpufreq.rst, driver-api/thermal/sysfs-api.rst, hwmon/sysfs-interface.rst,
-hwmon/coretemp.rst, hwmon/k10temp.rst, arch/x86/kernel/cpu/mce/therm_throt.c; on a Mac, `man 1 pmset`.
+hwmon/coretemp.rst, hwmon/k10temp.rst, arch/x86/kernel/cpu/mce/therm_throt.c; `man 1 pmset`.
 """
 
 from __future__ import annotations
@@ -100,11 +100,7 @@ def _cooling_files(files: HostFiles) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ThermalReading:
-    """One reading; what has no source is None.
-
-    `hertz` is the mean of the cores, `celsius` the highest temperature. `throttles` counts the times that heat slowed a
-    core down since the machine started. `is_limited` is true while heat limits the frequency.
-    """
+    """One reading; None: no source. `hertz` is the mean of the cores, `throttles` counts since the boot."""
 
     hertz: float | None = None
     celsius: float | None = None
@@ -137,7 +133,7 @@ def read_thermal(
 def parse_pmset(text: str) -> bool | None:
     """Return whether `pmset -g therm` says that heat limits the processor; None if it says nothing.
 
-    On Intel Macs it prints `CPU_Speed_Limit = 100`. Apple silicon has warning levels, or notes that none was recorded.
+    Intel Macs print `CPU_Speed_Limit = 100`; Apple silicon has warning levels, or notes that none was recorded.
     """
     found = re.search(r"CPU_Speed_Limit\s*=\s*(\d{1,9})", text)
     if found is not None:

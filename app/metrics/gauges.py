@@ -11,14 +11,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from app.metrics.instruments import Metrics
-from app.metrics.speed_drift import SpeedDrift
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot, SpeedDrift
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The labels of `armature_info`."""
-
     version: str
     model: str
     device: str
@@ -29,9 +26,9 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentInfo:
-    """The labels, the resources of the process and their price; fields that are None are not reported.
+    """The labels, the resources and the hourly price in dollars of the process, as far as they are known.
 
-    `cpu_stat` is the control group's file of that name. `hourly_price` is in dollars.
+    `cpu_stat` is the control group's file of that name.
     """
 
     server: ServerInfo | None = None
@@ -42,10 +39,7 @@ class DeploymentInfo:
 
 
 class DeploymentGauges:
-    """Gauges of the process: its labels, resources, and cost since this object was made.
-
-    `read` returns what is known at a scrape. The final plan may differ from the one of the start.
-    """
+    """Gauges of the process: its labels, resources, and cost since this object was made."""
 
     def __init__(self, metrics: Metrics, read: Callable[[], DeploymentInfo]) -> None:
         self._metrics, self._read, self._began = metrics, read, metrics.clock()
@@ -106,10 +100,7 @@ class DeploymentGauges:
 def engine_gauges(
     now: EngineSnapshot, ready: bool, predicted_wait_seconds: float | None, num_reading: int = 0
 ) -> Iterator[Metric]:
-    """Yield the gauges of the engine's state. A predicted wait of None is not known.
-
-    `num_reading` requests are being tokenized, or wait for that. They count as waiting.
-    """
+    """Yield the gauges of the engine's state. A wait of None is unknown; `num_reading` requests are tokenized."""
     num_waiting = now.num_waiting + num_reading
     yield gauge_family(
         "armature_ready",
@@ -128,7 +119,6 @@ def engine_gauges(
 
 
 def speed_gauges(drift: SpeedDrift) -> Iterator[Metric]:
-    """Yield the capacity and the part of the machine's ceiling that it reaches, at the machine's current speed."""
     help_text = "Tokens per second if all steps were of one phase, by their number of rows."
     capacity = GaugeMetricFamily("armature_capacity_tokens_per_second", help_text, labels=("phase", "rows"))
     for phase, by_rows in drift.capacity().items():
@@ -167,7 +157,6 @@ def throttled_seconds(cpu_stat: Path | None) -> float | None:
 
 
 def gauge_family(name: str, help: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:  # noqa: A002
-    """Return a gauge family with one sample."""
     family = GaugeMetricFamily(name, help, labels=tuple(labels or ()))
     family.add_metric(tuple((labels or {}).values()), value)
     return family

@@ -1,10 +1,7 @@
-"""Quantiles of latencies and rates of counts over the last minute, for gauges that need no query language.
+"""Prometheus metrics: counters, histograms and gauges in one registry, rendered on request.
 
-One thread records, any thread reads: a time slice is replaced as a whole and never cleared while it may be read.
-
-Prometheus metrics: counters, histograms and gauges in one registry, rendered on request.
-
-The worker thread reports steps; the service reports requests and tokens. A scrape only reads.
+The worker thread reports steps; the service reports requests and tokens. Quantiles of latencies and rates of counts
+over the last minute are for gauges that need no query language: one thread records, any thread reads.
 """
 
 from __future__ import annotations
@@ -22,16 +19,16 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from app.errors import NotReady, Overloaded, RequestError, ServiceStopping
 from app.messages import FinishReason, Timings
-from app.metrics.stats import EngineSnapshot, Phase, StepLog, StepStats
+from app.metrics.steps import EngineSnapshot, Phase, StepLog, StepStats
 
 WINDOW_SECONDS = 60.0
 T = TypeVar("T")
-
 # Buckets grow by 4%. A value is reported as the middle of its bucket, an error of at most 1.97% (Masson et al.,
 # "DDSketch", VLDB 2019).
 GROWTH = 1.04
@@ -39,6 +36,31 @@ _LOWEST_SECONDS = 1e-5
 _HIGHEST_SECONDS = 1e4
 _PER_LOG = 1.0 / math.log(GROWTH)
 _NUM_BUCKETS = math.ceil(math.log(_HIGHEST_SECONDS / _LOWEST_SECONDS) * _PER_LOG) + 1
+Clock = Callable[[], float]
+Exemplar = dict[str, str]  # trace_id and span_id in hexadecimal
+Api = Literal[
+    "chat", "completions", "responses", "messages", "ollama", "llama_cpp",
+    "embeddings", "rerank", "classify", "native", "oip",
+]  # fmt: skip
+# Why a request was not admitted: it can never be served, the queue is full, or the server does not serve at present.
+Refusal = Literal["invalid", "overloaded", "unavailable"]
+Outcome = FinishReason | Refusal | Literal["failed"]
+# Choices end with calls of tools; their request has stopped.
+OUTCOMES: tuple[Outcome, ...] = (
+    *(reason for reason in get_args(FinishReason) if reason != "tool_calls"),
+    *get_args(Refusal),
+    "failed",
+)
+SUCCESSES: tuple[Outcome, ...] = ("stop", "length")
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+# Each bound is 1.6 times the last, and one is half a millisecond. They reach from a small encoder's step to over ten
+# minutes, since a request may take `request_timeout_seconds`.
+SECONDS_BUCKETS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(-4, 31))
+RATIO_BUCKETS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+COUNT_BUCKETS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or sequences in a step
+LENGTH_BUCKETS = tuple(float(2**power) for power in range(21))  # 1 to 1,048,576 tokens of a request
+_PREFIX = "armature_"
+Labels = dict[str, str]
 
 
 class TimeSlices(Generic[T]):
@@ -51,7 +73,6 @@ class TimeSlices(Generic[T]):
         self._slices: list[tuple[int, T]] = [(-num_slices, empty()) for _ in range(num_slices)]
 
     def now(self) -> T:
-        """Return the content of the current slice, to be written to."""
         number = int(self._clock() / self._seconds)
         place = number % len(self._slices)
         if self._slices[place][0] != number:
@@ -69,8 +90,6 @@ class TimeSlices(Generic[T]):
 
 
 class RecentQuantiles:
-    """Quantiles over the last 55 to 60 seconds."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._slices = TimeSlices(12, lambda: [0] * _NUM_BUCKETS, clock)
 
@@ -80,14 +99,7 @@ class RecentQuantiles:
         self._slices.now()[math.ceil(math.log(clipped / _LOWEST_SECONDS) * _PER_LOG)] += count
 
     def read(self, quantiles: Sequence[float]) -> list[float] | None:
-        """Return for each quantile the smallest recorded value that this share of the values does not exceed.
-
-        Args:
-            quantiles: Shares between 0 and 1, in rising order.
-
-        Returns:
-            One value per quantile, or None if nothing was recorded.
-        """
+        """Return for each rising share the smallest value that it does not exceed; None without values."""
         counts = [sum(column) for column in zip(*self._slices.recent(), strict=True)]
         total = sum(counts)
         if not total:
@@ -109,51 +121,20 @@ def _middle(bucket: int) -> float:
 
 
 class RecentRate:
-    """Amounts per second over the last minute, or since the start if that is shorter."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._slices = TimeSlices(60, lambda: [0], clock)
         self._clock = clock
         self._began = clock()
 
     def record(self, amount: int = 1) -> None:
-        """Add an amount to the current second."""
         self._slices.now()[0] += amount
 
     def per_second(self) -> float:
-        """Return the mean rate over the window."""
         age = max(self._clock() - self._began, 1.0)
         return sum(content[0] for content in self._slices.recent()) / min(age, self._slices.covered_seconds())
 
 
-Clock = Callable[[], float]
-Exemplar = dict[str, str]  # trace_id and span_id in hexadecimal
-Api = Literal[
-    "chat", "completions", "responses", "messages", "ollama", "llama_cpp",
-    "embeddings", "rerank", "classify", "native", "oip",
-]  # fmt: skip
-# Why a request was not admitted: it can never be served, the queue is full, or the server does not serve at present.
-Refusal = Literal["invalid", "overloaded", "unavailable"]
-Outcome = FinishReason | Refusal | Literal["failed"]
-# Choices end with calls of tools; their request has stopped.
-OUTCOMES: tuple[Outcome, ...] = (
-    *(reason for reason in get_args(FinishReason) if reason != "tool_calls"),
-    *get_args(Refusal),
-    "failed",
-)
-SUCCESSES: tuple[Outcome, ...] = ("stop", "length")
-
-QUANTILES = (0.5, 0.9, 0.95, 0.99)
-# Each bound is 1.6 times the last, and one is half a millisecond. They reach from a small encoder's step to over ten
-# minutes, since a request may take `request_timeout_seconds`.
-SECONDS_BUCKETS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(-4, 31))
-RATIO_BUCKETS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
-COUNT_BUCKETS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or sequences in a step
-LENGTH_BUCKETS = tuple(float(2**power) for power in range(21))  # 1 to 1,048,576 tokens of a request
-
-
 def refusal_of(error: RequestError) -> Refusal:
-    """Return why a request was refused with this error before it was admitted."""
     if isinstance(error, Overloaded):
         return "overloaded"
     return "unavailable" if isinstance(error, NotReady | ServiceStopping) else "invalid"
@@ -168,7 +149,6 @@ class DurationTotal:
     ended_at: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Add one that ends now."""
         self.count += 1
         self.seconds += seconds
         self.ended_at = time.time()
@@ -186,11 +166,10 @@ class _Histogram(Histogram):
 class Metrics:
     """All metrics of one process, in one registry.
 
-    The counters and histograms of requests and steps are declared here. Other objects take a `Metrics` in their
-    constructor and declare their own metrics with `counter`, `histogram` and `gauges`. Methods run on the event loop,
-    except `on_step`, which runs on the worker thread. An exemplar has the ids of the span of a sampled request: a scrape
-    in OpenMetrics has them beside the bucket that the value fell into. `step_log` has the last steps. `succeeded`, `failed` and `queued`
-    are totals of requests since the start, and `num_steps` and `busy_seconds` of steps.
+    The counters and histograms of requests and steps are declared here; other objects declare theirs with `counter`,
+    `histogram` and `gauges`. Methods run on the event loop, except `on_step`, which runs on the worker thread. An
+    exemplar has the ids of the span of a sampled request. `succeeded`, `failed` and `queued` are totals of requests
+    since the start, and `num_steps` and `busy_seconds` of steps.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -231,7 +210,6 @@ class Metrics:
         self._registry.register(_ComputedGauges(collect))
 
     def samples(self, name: str) -> list[Sample]:
-        """Return the samples of a counter or histogram; `name` is without prefix and suffix."""
         return [sample for family in self._instruments[name].collect() for sample in family.samples]
 
     # ---- from the worker thread ------------------------------------------------------------------------------------
@@ -260,26 +238,20 @@ class Metrics:
     # ---- from the event loop ---------------------------------------------------------------------------------------
 
     def refused(self, api: Api, reason: Refusal) -> None:
-        """Count a request that was refused before admission."""
         self._requests.labels(api, reason).inc()
 
     def responded(self, method: str, route: str, status: int, code: str) -> None:
         """Count a response; see `armature_http_requests_total` in docs/contract.md.
 
-        Args:
-            method: HTTP's method.
-            route: Path of the route, with the names of its parameters. Both are of closed sets: never what clients send.
-            status: HTTP's status; 499 if the client left before the response began.
-            code: Code of the error that was sent, also within a stream; empty if there was none.
+        `route` has the names of parameters, never what clients send. `status` is 499 if the client left before the
+        response began. `code` is that of the error that was sent, also within a stream; empty if there was none.
         """
         self._http_requests.labels(method, route, str(status), code).inc()
 
     def fields_ignored(self, api: Api, number: int) -> None:
-        """Count fields of a request that were ignored."""
         self._ignored_fields.labels(api).inc(number)
 
     def first_token(self, timings: Timings, seconds: float, exemplar: Exemplar | None = None) -> None:
-        """Record a choice's first token, `seconds` after its request arrived."""
         self._queue_seconds.observe(timings.queue_seconds, exemplar)
         self.queued.add(timings.queue_seconds)
         self._prefill_seconds.observe(timings.prefill_seconds, exemplar)
@@ -300,16 +272,10 @@ class Metrics:
         self.rates["vectors"].record(num_vectors)
 
     def wait_measured(self, predicted_seconds: float, seconds: float) -> None:
-        """Record the error of a predicted wait.
-
-        Args:
-            predicted_seconds: The prediction made when the request was sent to the engine.
-            seconds: The actual wait for the first token, or for all vectors.
-        """
+        """Record the error of a wait for the first token, or for all vectors, predicted when the request was sent."""
         self._wait_error.observe(abs(predicted_seconds - seconds) / max(seconds, 1e-9))
 
     def next_token(self, seconds: float, exemplar: Exemplar | None = None) -> None:
-        """Record a further token of a choice, `seconds` after the previous one."""
         self._itl_seconds.observe(seconds, exemplar)
         self.recent["itl"].record(seconds)
 
@@ -335,7 +301,6 @@ class Metrics:
         self.num_tokens += num_tokens
 
     def completion_tokens(self, num_tokens: int) -> None:
-        """Count generated tokens."""
         self._tokens.labels("completion").inc(num_tokens)
         self.rates["completion_tokens"].record(num_tokens)
         self.num_tokens += num_tokens
@@ -430,10 +395,30 @@ class Metrics:
 
 
 class _ComputedGauges(Collector):
-    """Prometheus collector that calls a function at each scrape."""
-
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect
 
     def collect(self) -> Iterable[Metric]:
         return self._collect()
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSamples:
+    """Samples by metric name, without the buckets of histograms."""
+
+    by_name: dict[str, list[tuple[Labels, float]]]
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """Return the sum of the series with these labels, None without one. Our prefix may be left out of the name."""
+        series = self.by_name.get(f"{_PREFIX}{name}") or self.by_name.get(name, [])
+        found = [value for has, value in series if labels.items() <= has.items() and not math.isnan(value)]
+        return sum(found) if found else None
+
+
+def parse_samples(text: str) -> MetricSamples:
+    found: dict[str, list[tuple[Labels, float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.endswith("_bucket"):
+                found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return MetricSamples(found)

@@ -32,7 +32,6 @@ class LoadProgress:
         return self.elapsed_seconds * (self.total_bytes - self.done_bytes) / self.done_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields of `/readyz`."""
         remaining = self.remaining_seconds
         return {
             "phase": self.phase,
@@ -43,12 +42,10 @@ class LoadProgress:
         }
 
     def __str__(self) -> str:
-        """Return the stage as text for people."""
         return f"{self.phase}, {self.percent}%"
 
     @property
     def description(self) -> str:
-        """Text for a log line: percent, layers and the remaining time."""
         remaining = self.remaining_seconds
         layers = f", {self.done_layers} of {self.num_layers} linear layers" if self.num_layers else ""
         return f"{self}{layers}{'' if remaining is None else f', about {remaining:.0f} s left'}"

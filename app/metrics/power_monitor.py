@@ -1,8 +1,7 @@
 """Power metering while the server runs: energy account, gauges, and the price and power fields of `GET /info`.
 
-The account has joules for each token and vector, with and without idle power; its averages are those of the last
-minute. It runs on the event loop: no step waits for it. A meter is read every five seconds, so that no counter wraps
-around unnoticed; a read of a few files takes a tenth of a millisecond.
+It runs on the event loop: no step waits for it. A meter is read every five seconds, so that no counter wraps around
+unnoticed; a read of a few files takes a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from app.hardware.facts import CudaDevice, PowerMeter
-from app.hardware.power_meters import EnergyMeter, open_energy_meter, open_nvml_meter
+from app.hardware.power import EnergyMeter, open_energy_meter, open_nvml_meter
 from app.hardware.probe.host_files import HostFiles
 from app.metrics.gauges import gauge_family
 from app.metrics.instruments import Metrics
@@ -51,11 +50,7 @@ class WorkCounters:
 
 @dataclass(frozen=True, slots=True)
 class EnergyReport:
-    """Energy readings.
-
-    `joules` counts from the start. `idle_watts` is the lowest idle power seen. All other values are for the last
-    minute. A value that is not known, or not known yet, is None.
-    """
+    """Energy readings: `joules` since the start, the lowest idle power, the rest for the last minute; None: unknown."""
 
     joules: float
     watts: float | None = None
@@ -88,10 +83,7 @@ class EnergyAccount:
         self._idle_watts: float | None = None
 
     def read(self) -> EnergyReport:
-        """Read the meter if the last reading is old enough, and return the account.
-
-        Call it at least once a minute; otherwise a counter that wrapped is misread.
-        """
+        """Read the meter if the last reading is old enough, and return the account; at least once a minute."""
         if self._clock() - self._latest.at >= MIN_READING_SECONDS:
             self._latest = _EnergyReading(self._clock(), self._meter.joules(), self._work())
             self._update_idle_watts(self._latest)
@@ -99,18 +91,13 @@ class EnergyAccount:
         return self._spent(self._recent[0], self._latest)
 
     def _record(self, now: _EnergyReading) -> None:
-        """Keep the reading, and drop readings so that the oldest one is about a minute old."""
         if now.at - self._recent[-1].at >= READING_SPACING_SECONDS:
             self._recent.append(now)
         while len(self._recent) > 1 and self._recent[1].at <= now.at - WINDOW_SECONDS:
             self._recent.popleft()
 
     def _update_idle_watts(self, now: _EnergyReading) -> None:
-        """Update the idle power from periods of ten seconds without a step.
-
-        The lowest power of such periods is the idle power, because other programs on the machine can only add to
-        it.
-        """
+        """Update the idle power, the lowest of periods of ten seconds without a step."""
         since = self._idle_since
         if not (since.work.idle and now.work.idle and since.work.busy_seconds == now.work.busy_seconds):
             self._idle_since = now
@@ -144,9 +131,8 @@ def _per_unit(joules: float | None, number: int) -> float | None:
 class PowerMonitor:
     """Account of the machine's energy between `start` and `stop`, with its gauges and its part of `GET /info`.
 
-    `account` stays None if the machine's power cannot be read. `device` is the GPU that computes, or None for the
-    processor. With a GPU, the driver's counter is used and the processor's energy is not reported. `is_idle` returns
-    True while the model is loaded and no request is open. `hourly_price` is in dollars.
+    `account` stays None if the power cannot be read. `device` is the GPU that computes, whose driver's counter is used,
+    or None for the processor. `is_idle`: the model is loaded and no request is open.
     """
 
     def __init__(
@@ -179,7 +165,6 @@ class PowerMonitor:
             self._read_meter()
 
     def stop(self) -> None:
-        """Stop reading and close the meter."""
         if self._next_read is not None:
             self._next_read.cancel()
         if self.account is not None:

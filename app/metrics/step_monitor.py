@@ -1,14 +1,10 @@
-"""Detection of slow steps and of their causes.
+"""Monitoring of the worker's loop: each step is logged with its time and, if it was slow, its cause.
 
-The worker thread calls this before and after each step; expensive sources are read only after a slow step. The usual
-time of a step comes from the step time model. A cause is reported only if there is evidence for it, else `unknown`.
+The usual time of a step comes from the step time model. Expensive sources are read only after a slow step. A cause is
+reported only if there is evidence for it, else `unknown`.
 
-Monitoring of the worker's loop: each step is logged with its time and, if it was slow, its cause.
-
-`StepLog` keeps the last 65,536 steps in plain columns (2 MB), for timelines of the engine rather than histograms; one
-thread adds, any thread reads. `GcControl` disables garbage collection during a step and runs it between two steps when
-it is due. Reference counting still frees most objects at once; only reference cycles wait. Work that does not belong
-to one step, such as updating the speed drift, runs once a second between two steps.
+`GcControl` runs garbage collection between two steps when it is due; reference counting still frees most objects at
+once. Other work between steps, such as updating the speed drift, runs once a second.
 """
 
 from __future__ import annotations
@@ -24,25 +20,32 @@ from typing import Any, get_args
 from prometheus_client import Counter
 from prometheus_client.metrics_core import Metric
 
-from app.hardware.kernel_advice import advise, process_usage
+from app.hardware.kernel_advice import advise
 from app.metrics.gauges import gauge_family, speed_gauges
 from app.metrics.instruments import Metrics
-from app.metrics.speed_drift import SpeedDrift
-from app.metrics.stats import Cause, StepStats
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import Cause, SpeedDrift, StepStats, StepTimeModel
 
 SLOW_FACTOR = 1.5  # times the usual time of similar steps
 CAUSE_SHARE = 0.5  # share of the excess time that makes something the cause
 _PROBED_PAGES, _PROBES = 256, 3
+_NO_USAGE = resource.struct_rusage((0.0,) * 16)
+# Container objects allocated minus freed since the last collection: traversing these takes about a millisecond.
+MAX_NEW_OBJECTS = 10_000
+MAX_SECONDS = 1.0  # longest work without a collection, however few objects: a cycle may hold a large request body
+FULL_COLLECTION_SECONDS = 60.0  # between two collections of the oldest generation
+UPDATE_SECONDS = 1.0
+_STEPS_HELP = (
+    "Engine steps that one native call or graph replayed, and steps whose operations the interpreter called one by one."
+)
+_SLOW_STEPS_HELP = (
+    "Slow steps by cause: over 1.5 times the time of similar steps, or of the decodes that waited for a prompt."
+)
+_PATHS = {True: "native", False: "interpreter"}
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessCounters:
-    """Events of the process during a step.
-
-    These are page faults without and with a disk read, involuntary context switches, and seconds of garbage
-    collection. All threads count together, since several compute.
-    """
+    """Events of the process during a step, of all threads, page faults with and without a disk read among them."""
 
     minor_faults: int = 0
     major_faults: int = 0
@@ -53,7 +56,6 @@ class ProcessCounters:
     def between(
         cls, before: resource.struct_rusage, after: resource.struct_rusage, garbage_seconds: float
     ) -> ProcessCounters:
-        """Return the differences of two `getrusage` results."""
         return cls(
             after.ru_minflt - before.ru_minflt,
             after.ru_majflt - before.ru_majflt,
@@ -62,12 +64,19 @@ class ProcessCounters:
         )
 
 
+def process_usage() -> resource.struct_rusage:
+    """Return the counters of this process (man 2 getrusage), or zeros where a sandbox refuses them."""
+    try:
+        return resource.getrusage(resource.RUSAGE_SELF)
+    except (OSError, ValueError):  # Python turns EINVAL into a ValueError
+        return _NO_USAGE
+
+
 @dataclass(frozen=True, slots=True)
 class SlowStep:
     """A slow step: its seconds beyond the usual time, and what happened meanwhile.
 
-    `throttled_seconds` is how long the CPU quota stopped the control group. `slowed_by` is heat or a low frequency,
-    if the processor has one of them at present.
+    `throttled_seconds` is how long the CPU quota stopped the control group. `slowed_by` is heat or a low frequency.
     """
 
     step: StepStats
@@ -78,12 +87,7 @@ class SlowStep:
     slowed_by: Cause | None = None
 
     def cause(self) -> Cause:
-        """Return the most likely cause.
-
-        It is what took at least half of the excess; else a property of the step; else other evidence. The side
-        effects of a first step of its shape or of a recomputation, such as page faults, are attributed to that
-        step's property.
-        """
+        """Return what took at least half of the excess, else a property of the step, else other evidence."""
         enough = CAUSE_SHARE * self.excess_seconds
         if self.during.garbage_seconds >= enough:
             return "garbage_collection"
@@ -105,22 +109,21 @@ class SlowStep:
 class SlowStepDetector:
     """Detects slow steps; call `begin` and `end` around each step.
 
-    `model` has observed the step when `end` is called.
-    `garbage_seconds` and `throttled_seconds` return running totals; the latter returns None if it cannot be read.
-    `slowed_by` returns `thermal` or `frequency` while a recent reading of the sensors shows one of them.
+    `model` has observed the step when `end` is called. `throttled_seconds` returns a running total, None if it cannot
+    be read. `slowed_by` returns what recent sensor readings show.
     """
 
     def __init__(
         self,
         model: StepTimeModel,
-        garbage_seconds: Callable[[], float] = lambda: 0.0,
+        garbage: GcControl,
         throttled_seconds: Callable[[], float | None] = lambda: None,
         fault_seconds: float = 0.0,
         slowed_by: Callable[[], Cause | None] = lambda: None,
     ) -> None:
         self._model, self._fault_seconds, self._slowed_by = model, fault_seconds, slowed_by
-        self._garbage_seconds, self._throttled_seconds = garbage_seconds, throttled_seconds
-        self._usage, self._garbage = process_usage(), garbage_seconds()
+        self._gc_control, self._throttled_seconds = garbage, throttled_seconds
+        self._usage, self._garbage = process_usage(), garbage.seconds
         self._throttled = 0.0
         self.update_throttled()
 
@@ -129,15 +132,10 @@ class SlowStepDetector:
         self._throttled = self._throttled_seconds() or 0.0
 
     def begin(self) -> None:
-        """Record the counters before a step: one system call of one to two microseconds."""
-        self._usage, self._garbage = process_usage(), self._garbage_seconds()
+        self._usage, self._garbage = process_usage(), self._gc_control.seconds
 
     def end(self, step: StepStats) -> Cause | None:
-        """Return the cause if the step was slow, else None; call it right after the step.
-
-        A step is slow if it took over 1.5 times the usual time of similar steps, or of the decodes that waited for
-        its prompts.
-        """
+        """Return the cause if the step took over 1.5 times the usual time of similar steps, or of its decodes alone."""
         usual = self._model.usual_seconds
         if usual is not None and step.seconds > SLOW_FACTOR * usual:
             return self._find_cause(step, step.seconds - usual)
@@ -148,7 +146,7 @@ class SlowStepDetector:
         return None
 
     def _find_cause(self, step: StepStats, excess_seconds: float) -> Cause:
-        garbage = self._garbage_seconds() - self._garbage
+        garbage = self._gc_control.seconds - self._garbage
         during = ProcessCounters.between(self._usage, process_usage(), garbage)
         before = self._throttled
         self.update_throttled()
@@ -176,17 +174,8 @@ def _touch_seconds(memory: mmap.mmap) -> float:
     return time.perf_counter() - began
 
 
-# Container objects allocated minus freed since the last collection: traversing these takes about a millisecond.
-MAX_NEW_OBJECTS = 10_000
-MAX_SECONDS = 1.0  # longest work without a collection, however few objects: a cycle may hold a large request body
-FULL_COLLECTION_SECONDS = 60.0  # between two collections of the oldest generation
-
-
 class GcControl:
-    """Control over Python's garbage collector; used by the thread that steps only.
-
-    `seconds` and `collections` count the collections since `freeze`, by any thread.
-    """
+    """Control over Python's garbage collector for the stepping thread; counts collections since `freeze`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds, self.collections = 0.0, 0
@@ -207,11 +196,9 @@ class GcControl:
             gc.callbacks.remove(self._on_gc_event)
 
     def disable(self) -> None:
-        """Disable collection for a step, until `collect_if_due` or `enable`."""
         gc.disable()
 
     def enable(self) -> None:
-        """Enable automatic collection, as no step is running."""
         gc.enable()
 
     def collect_if_due(self) -> None:
@@ -232,23 +219,11 @@ class GcControl:
             self.collections += 1
 
 
-UPDATE_SECONDS = 1.0
-_STEPS_HELP = (
-    "Engine steps that one native call or graph replayed, and steps whose operations the interpreter called one by one."
-)
-_SLOW_STEPS_HELP = (
-    "Slow steps by cause: over 1.5 times the time of similar steps, or of the decodes that waited for a prompt."
-)
-
-
-_PATHS = {True: "native", False: "interpreter"}
-
-
 class StepMonitor:
-    """The worker's step hooks, all called on the worker thread: `begin`, `end`, `events_sent`, `idle`, `close`.
+    """The worker's step hooks, called on the worker thread.
 
-    It logs each step from the start. Slow steps are detected after `watch_slow_steps`, and drift after
-    `watch_drift`, since both need step times that are known only when the machine is calibrated.
+    Slow steps are detected after `watch_slow_steps`, and drift after `watch_drift`: both need step times that are known
+    only when the machine is calibrated.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
@@ -266,7 +241,6 @@ class StepMonitor:
         metrics.gauges(self._gauges)
 
     def watch_drift(self, drift: SpeedDrift) -> None:
-        """Update the drift once a second from now on, and report it in the metrics."""
         self.drift = drift
 
     def capacity(self) -> Mapping[str, Mapping[int, float]]:
@@ -279,14 +253,12 @@ class StepMonitor:
         self._slow_steps = detector
 
     def begin(self) -> None:
-        """Mark the start of a step."""
         self._step_began = self._clock()
         self.gc_control.disable()
         if self._slow_steps is not None:
             self._slow_steps.begin()
 
     def end(self, step: StepStats) -> None:
-        """Mark the end of a step, which the engine's step time model has observed, and log it."""
         self._step_began = None
         cause = None if self._slow_steps is None else self._slow_steps.end(step)
         self._log.add(time.time() - step.seconds, step, cause)
@@ -301,16 +273,12 @@ class StepMonitor:
         self._update()
 
     def idle(self) -> None:
-        """Mark that there is nothing to compute until the next request."""
         self._step_began = None
         self.gc_control.enable()
         self._update()
 
     def step_age_seconds(self) -> float:
-        """Return how long the running step has taken so far, from any thread.
-
-        A step that never ends is visible only here.
-        """
+        """Return how long the running step has taken so far, from any thread."""
         began = self._step_began
         return 0.0 if began is None else max(0.0, self._clock() - began)
 
@@ -319,7 +287,6 @@ class StepMonitor:
         return {name: self._num_steps[is_native] for is_native, name in _PATHS.items()}
 
     def close(self) -> None:
-        """Restore Python's automatic garbage collection."""
         self.gc_control.close()
 
     def _update(self) -> None:

@@ -1,7 +1,6 @@
 """Frequency, temperature and thermal throttling while the server runs, and whether they explain a slow step.
 
-A thread of its own reads the sensors once a second, so that no step and no scrape waits for them. Without sensors there
-is no thread, and no metric.
+A thread reads the sensors once a second. Without sensors there is no thread, and no metric.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ThermalCause = Literal["thermal", "frequency"]
 
 @dataclass(frozen=True, slots=True)
 class _Observation:
-    """The latest reading and what it means. The reading thread replaces it as a whole, so that readers see one state."""
+    """The latest reading and its meaning; replaced as a whole."""
 
     reading: ThermalReading
     throttles: int  # times that heat slowed the processor since the monitor started
@@ -44,8 +43,7 @@ class _Observation:
 class ThermalMonitor:
     """Reads the sensors between `start` and `stop`.
 
-    Only readings of seconds in which steps ran count for the typical frequency, since idle cores are slow on purpose.
-    `read` replaces the sensors in tests.
+    Only seconds in which steps ran count for the typical frequency, since idle cores are slow on purpose.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class ThermalMonitor:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -92,7 +89,6 @@ class ThermalMonitor:
         }
 
     def update(self) -> None:
-        """Read the sensors and judge the reading; called by the thread."""
         before, reading = self._now, self._read()
         if before is None:
             self._now = _Observation(reading, 0)
@@ -104,7 +100,6 @@ class ThermalMonitor:
         self._now = _Observation(reading, before.throttles + new, cause)
 
     def _is_low(self, hertz: float | None) -> bool:
-        """Compare with the typical frequency, and add the reading to it if steps ran since the last one."""
         busy, self._busy = self._busy, self._metrics.busy_seconds
         if hertz is None or self._busy == busy:
             return False

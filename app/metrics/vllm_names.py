@@ -1,8 +1,4 @@
-"""The metrics under vLLM's names, so that dashboards and gateways made for vLLM show this server.
-
-They are computed at a scrape from the metrics that exist already: nothing is counted twice, and a token costs nothing
-more.
-"""
+"""The metrics under vLLM's names, for dashboards and gateways made for vLLM, computed at a scrape."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from app.metrics.gauges import gauge_family
 from app.metrics.instruments import Metrics
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 
 # Paged engines count KV memory in blocks, this engine in tokens. Routers that hash a prompt by blocks need blocks of a
 # useful size.
@@ -49,15 +45,7 @@ _FINISHED: Mapping[str, str] = {
 
 
 def vllm_metrics(metrics: Metrics, now: EngineSnapshot, num_reading: int, model: str) -> Iterator[Metric]:
-    """Yield all of them.
-
-    Args:
-        metrics: What is told again.
-        now: State of the engine.
-        num_reading: Requests that are being tokenized; they count as waiting.
-        model: Name of the served model, the label `model_name`; empty while it is not known, and then only the engine's
-            state is told.
-    """
+    """Yield the metrics; without the name of a served model, only the engine's state. `num_reading` requests wait."""
     labels = {"model_name": model}
     yield gauge_family("vllm:num_requests_running", "Same as armature_requests_running.", now.num_running, labels)
     waiting = now.num_waiting + num_reading

@@ -1,7 +1,7 @@
 """Runs the graph of an exported program. Calls run in order, and values are released after their last use.
 
-Products of rows use this package's own linear forms. torch's loader resolves any name below `torch.`; here the
-operator of a call must be in a table or be an aten operator that accesses no file.
+torch's loader resolves any name below `torch.`; here the operator of a call must be in a table or be an aten operator
+that accesses no file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,29 @@ from app.models.program_graph import LINEAR_TARGET, Graph, Node, Ref, TorchConst
 from armature_kernels.linear.linear import LinearForm
 
 Values = dict[str, Any]
+ATEN = "torch.ops.aten."
+# They read or write files or arbitrary memory.
+_REFUSED = frozenset({"from_file", "data_ptr", "set_", "resize_", "resize_as_", "_resize_output_"})
+# Assertions of types. They are skipped: types may differ here, where products are BF16. Assertions of values are run.
+SKIPPED_OPERATORS = frozenset({f"{ATEN}_assert_tensor_metadata.default"})
+SET_GRAD = "torch.ops.higher_order.wrap_with_set_grad_enabled"
+AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"
+_ARITHMETIC = "add sub mul truediv floordiv mod neg eq ne lt le gt ge and_ or_ getitem"
+_SIZES: Mapping[str, Callable[..., Any]] = {
+    **{f"_operator.{name}": getattr(operator, name) for name in _ARITHMETIC.split()},
+    **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")},
+    "torch.sym_int": int,
+    "torch.sym_float": float,
+    "torch.sym_max": max,
+    "torch.sym_min": min,
+    "torch.sym_not": operator.not_,
+    "torch.sym_sum": sum,
+    "torch._sym_sqrt": math.sqrt,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One node, ready to run. `drops` are the names that no later call uses."""
-
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
@@ -35,16 +52,12 @@ class Call:
 
 
 class PackedProduct:
-    """A product of rows with a packed weight and an optional bias: [..., in] to [..., out].
-
-    The result has the form's dtype if `bf16`, otherwise that of x.
-    """
+    """A product of rows [..., in] to [..., out], in the form's dtype if `bf16`, otherwise that of x."""
 
     def __init__(self, form: LinearForm, dtype: torch.dtype, bf16: bool) -> None:
         self._form, self._dtype, self._bf16 = form, dtype, bf16
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product for x [..., in]."""
         rows = x.reshape(-1, x.shape[-1]).to(self._dtype).contiguous()
         result = self._form.multiply(rows).view(*x.shape[:-1], -1)
         return result if self._bf16 else result.to(x.dtype)
@@ -67,9 +80,8 @@ class Subgraph:
 class Program:
     """A program that can run.
 
-    `states` are the graph's tensors by name, `products` the packed weights of its linear layers.
-
-    With `bf16`, the operations that torch's autocast allows run in BF16.
+    `states` are the graph's tensors by name, `products` the packed weights of its linear layers. With `bf16`, the
+    operations that torch's autocast allows run in BF16.
     """
 
     def __init__(
@@ -114,7 +126,6 @@ def _call(node: Node, products: Mapping[str, PackedProduct]) -> Call:
 
 
 def _subgraph(node: Node) -> Call:
-    """Build a call from (setting, …, graph, operands …): the arguments before the graph are the setting."""
     arguments = [*node.arguments, *node.keywords.values()]
     at = next((index for index, item in enumerate(arguments) if isinstance(item, Graph)), None)
     if at is None:
@@ -131,7 +142,6 @@ def _autocast(device: str, dtype: torch.dtype | None, enabled: bool, *_: Any) ->
 
 
 def _with_torch_constants(argument: Any) -> Any:
-    """Replace constants by torch objects once, instead of at every run."""
     if isinstance(argument, TorchConstant):
         return torch_constant(argument)
     if isinstance(argument, list):
@@ -160,7 +170,6 @@ def _bind(outputs: tuple[Any, ...], result: Any, values: Values) -> None:
 
 
 def _with_last_uses(calls: list[Call], keep: set[str]) -> list[Call]:
-    """Return the calls, each with the names that it is the last to read."""
     seen, result = set(keep), []
     for call in reversed(calls):
         read = {*_names([*call.arguments, *call.keywords.values()]), *_bound_names(call.outputs)}
@@ -180,33 +189,6 @@ def _bound_names(outputs: tuple[Any, ...]) -> set[str]:
     }
 
 
-ATEN = "torch.ops.aten."
-
-# They read or write files or arbitrary memory.
-_REFUSED = frozenset({"from_file", "data_ptr", "set_", "resize_", "resize_as_", "_resize_output_"})
-
-# Assertions of types. They are skipped: types may differ here, where products are BF16. Assertions of values are run.
-SKIPPED_OPERATORS = frozenset({f"{ATEN}_assert_tensor_metadata.default"})
-
-SET_GRAD = "torch.ops.higher_order.wrap_with_set_grad_enabled"
-
-AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"
-
-_ARITHMETIC = "add sub mul truediv floordiv mod neg eq ne lt le gt ge and_ or_ getitem"
-
-_SIZES: Mapping[str, Callable[..., Any]] = {
-    **{f"_operator.{name}": getattr(operator, name) for name in _ARITHMETIC.split()},
-    **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")},
-    "torch.sym_int": int,
-    "torch.sym_float": float,
-    "torch.sym_max": max,
-    "torch.sym_min": min,
-    "torch.sym_not": operator.not_,
-    "torch.sym_sum": sum,
-    "torch._sym_sqrt": math.sqrt,
-}
-
-
 def resolve_operator(target: str) -> Callable[..., Any]:
     """Return the operator of that name. Raises `CheckpointInvalid` if it is not allowed or does not exist."""
     if target in _SIZES:
@@ -224,5 +206,4 @@ def resolve_operator(target: str) -> Callable[..., Any]:
 
 
 def torch_constant(value: TorchConstant) -> Any:
-    """Return the torch object of a constant."""
     return torch.device("cpu") if value.kind == "device" else getattr(torch, value.name)

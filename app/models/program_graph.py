@@ -1,7 +1,7 @@
 """Reads the graph of an exported program and its output names from the JSON that `torch.export.save` writes.
 
-It needs no torch and evaluates nothing. Targets stay names here; `models/program.py` defines which may run. Any
-content that can hold code or objects is rejected by name. Follows torch/_export/serde/schema.py, major version 8.
+It needs no torch and evaluates nothing. Targets stay names here; `models/program.py` defines which may run. Any content
+that can hold code or objects is rejected by name. Follows torch/_export/serde/schema.py, major version 8.
 """
 
 from __future__ import annotations
@@ -24,6 +24,57 @@ Range = tuple[int, int | None]
 SAMPLE_SIZE = 16  # of a dimension that a client may choose, in synthetic inputs, if the program accepts it
 _MAX_CONDITION = 10_000  # characters
 _LINEAR = re.compile(r"(?:(\d{1,9})\*)?([A-Za-z_]\w*)(?: ([+-]) (\d{1,9}))?")
+# ---- conditions ----------------------------------------------------------------------------------------------------
+
+_Number = int | float
+_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **{function.__name__: function for function in (min, max, abs, int, float)},
+    **{f"math.{name}": getattr(math, name) for name in ("floor", "ceil", "trunc", "sqrt")},
+}
+_EVALUATION_ERRORS = (ArithmeticError, ValueError, TypeError)
+_SIZE = re.compile(
+    r"L((?:\[(?:'\w+'|\d+)\])+)\.(size|stride)\(\)\[(\d+)\]|L((?:\[(?:'\w+'|\d+)\])+)\.storage_offset\(\)"
+)
+_Evaluate = Callable[[Sequence[int]], Any]
+SCHEMA_MAJOR = 8
+# Scalar types: number in the schema -> name in torch.
+DTYPES: Mapping[int, str] = {
+    1: "uint8",
+    2: "int8",
+    3: "int16",
+    4: "int32",
+    5: "int64",
+    6: "float16",
+    7: "float32",
+    8: "float64",
+    12: "bool",
+    13: "bfloat16",
+}
+MEMORY_FORMATS: Mapping[int, str] = {
+    1: "contiguous_format",
+    2: "channels_last",
+    3: "channels_last_3d",
+    4: "preserve_format",
+}
+LINEAR_TARGET = "torch.ops.aten.linear.default"  # arguments: x, weight and an optional bias
+_KEYWORD = 2
+_MAX_DEPTH = 16  # nesting of graphs and lists
 
 
 def plain_size(text: str) -> str:
@@ -68,12 +119,10 @@ class Dimension:
         return None if rest % self.factor else rest // self.factor
 
     def size(self, value: int) -> int:
-        """Return the size for a value of the symbol."""
         return self.factor * value + self.offset
 
     @property
     def values(self) -> Range:
-        """The range of the symbol's values."""
         low = -(-(self.low - self.offset) // self.factor)
         return low, None if self.high is None else (self.high - self.offset) // self.factor
 
@@ -85,10 +134,7 @@ class Dimension:
 
 
 def read_dimension(name: str, size: str, ranges: Mapping[str, Any]) -> Dimension:
-    """Return the dimension of that text, with its range, else with that of its symbol.
-
-    Raises `CheckpointInvalid` for any other form.
-    """
+    """Return the dimension of that text, with its or its symbol's range. Raises `CheckpointInvalid`."""
     found = _LINEAR.fullmatch(size)
     if found is None or found[1] == "0":
         raise CheckpointInvalid(
@@ -115,40 +161,10 @@ def read_range(limits: Any) -> Range:
     )
 
 
-# ---- conditions ----------------------------------------------------------------------------------------------------
-
-_Number = int | float
-_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    **{function.__name__: function for function in (min, max, abs, int, float)},
-    **{f"math.{name}": getattr(math, name) for name in ("floor", "ceil", "trunc", "sqrt")},
-}
-_EVALUATION_ERRORS = (ArithmeticError, ValueError, TypeError)
-_SIZE = re.compile(
-    r"L((?:\[(?:'\w+'|\d+)\])+)\.(size|stride)\(\)\[(\d+)\]|L((?:\[(?:'\w+'|\d+)\])+)\.storage_offset\(\)"
-)
-
-
 class Condition:
     """A condition on the sizes of the inputs, as the archive states it."""
 
     def __init__(self, text: str, names: Sequence[str]) -> None:
-        """Parse it. Raises `CheckpointInvalid` for what is not understood."""
         self.inputs: list[str] = []
         self._places: list[tuple[str, str, int]] = []
         self._names = names
@@ -167,7 +183,6 @@ class Condition:
         )
 
     def holds(self, shapes: Shapes) -> bool:
-        """Return True if sizes meet it."""
         try:
             return bool(self._result([_read_place(place, shapes) for place in self._places]))
         except _EVALUATION_ERRORS:
@@ -193,14 +208,8 @@ def _read_place(place: tuple[str, str, int], shapes: Shapes) -> int:
     return shape[dimension] if kind == "size" else math.prod(shape[dimension + 1 :])
 
 
-_Evaluate = Callable[[Sequence[int]], Any]
-
-
 def _compiled(node: ast.AST) -> _Evaluate:
-    """Return a function from the values of `_size_0`, `_size_1` … to the expression's value.
-
-    Raises `ValueError` for a node that is not arithmetic.
-    """
+    """Return a function from `_size_0`, `_size_1` … to the value. Raises `ValueError` if it is no arithmetic."""
     reader = _NODES.get(type(node))
     if reader is None:
         raise ValueError("not arithmetic")
@@ -306,9 +315,9 @@ def _small_value(dimensions: Sequence[Dimension]) -> int:
 class ProgramSizes:
     """What a program demands of the sizes of its inputs.
 
-    - `dimensions`: the dimensions of each input after the batch, which is the first.
+    - `dimensions`: the dimensions of each input after the batch.
     - `conditions`: the archive's conditions, as texts.
-    - `examples`: the sizes with which the program was exported, by input, without the batch.
+    - `examples`: the sizes of the export, by input, without the batch.
     - `min_rows`, `max_rows`: the rows of a step, None: any number.
     """
 
@@ -319,11 +328,7 @@ class ProgramSizes:
     max_rows: int | None = None
 
     def check(self, shapes: Shapes) -> None:
-        """Check the shapes of a request's inputs, of which the first dimension is its own number of rows.
-
-        Raises:
-            InvalidRequest: The program was not exported for them; the message names the input and the dimension.
-        """
+        """Check a request's shapes, with its own number of rows. Raises `InvalidRequest`, with input and dimension."""
         known: dict[str, tuple[int, str]] = {}
         for name, at, dimension in self._free():
             self._check_dimension(name, at, dimension, shapes[name][at], known)
@@ -354,11 +359,7 @@ class ProgramSizes:
             )
 
     def check_batches(self) -> None:
-        """Check that the conditions do not depend on the number of rows, since requests share steps.
-
-        Raises:
-            CheckpointInvalid: They do.
-        """
+        """Check that conditions do not depend on rows, as requests share steps. Raises `CheckpointInvalid`."""
         inner = self.samples
         counts = range(self.min_rows, min(self.min_rows + 8, (self.max_rows or 2**31) + 1))
         for condition in self._conditions:
@@ -390,42 +391,14 @@ class ProgramSizes:
         return tuple(Condition(text, tuple(self.dimensions)) for text in self.conditions)
 
     def _free(self) -> Iterator[tuple[str, int, Dimension]]:
-        """Yield the input, the place and the form of each dimension that a client may choose."""
         for name, sizes in self.dimensions.items():
             for at, size in enumerate(sizes, 1):
                 if isinstance(size, Dimension):
                     yield name, at, size
 
 
-SCHEMA_MAJOR = 8
-# Scalar types: number in the schema -> name in torch.
-DTYPES: Mapping[int, str] = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float16",
-    7: "float32",
-    8: "float64",
-    12: "bool",
-    13: "bfloat16",
-}
-MEMORY_FORMATS: Mapping[int, str] = {
-    1: "contiguous_format",
-    2: "channels_last",
-    3: "channels_last_3d",
-    4: "preserve_format",
-}
-LINEAR_TARGET = "torch.ops.aten.linear.default"  # arguments: x, weight and an optional bias
-_KEYWORD = 2
-_MAX_DEPTH = 16  # nesting of graphs and lists
-
-
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A reference to the value of that name, which an earlier node returned or the caller passed."""
-
     name: str
 
 
@@ -439,10 +412,7 @@ class TorchConstant:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One call.
-
-    `outputs` has a name for each returned value, a list of names for a list, and None for a value that is not used.
-    """
+    """One call. `outputs` has a name per value, a list of names for a list, and None for unused values."""
 
     target: str
     arguments: tuple[Any, ...]
@@ -556,7 +526,6 @@ def _ref(value: Mapping[str, Any]) -> Ref:
 
 
 def _number(value: Mapping[str, Any]) -> Any:
-    """Parse a number that may depend on the batch size."""
     ((kind, content),) = value.items()
     return Ref(str(content)) if kind == "as_name" else _plain(content)
 
@@ -568,7 +537,6 @@ def _plain(value: Any) -> Any:
 
 
 def _float(value: Any) -> float:
-    """Parse a float. JSON has no infinity, so the schema writes it as text."""
     return float(value)
 
 
@@ -616,10 +584,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def output_names(calls: Sequence[Mapping[str, Any]], count: int) -> list[str]:
-    """Return the names of `count` outputs.
-
-    `calls` is the archive's module_call_graph, whose first entry describes the structure of the whole result.
-    """
+    """Return the names of `count` outputs, from the archive's module_call_graph."""
     signature = calls[0].get("signature") if calls else None
     try:
         spec = json.loads(signature["out_spec"])[1] if signature else None
@@ -632,7 +597,6 @@ def output_names(calls: Sequence[Mapping[str, Any]], count: int) -> list[str]:
 
 
 def _paths(spec: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of keys to each leaf."""
     children = spec["children_spec"]
     if spec["type"] is None:
         yield before

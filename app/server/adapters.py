@@ -26,9 +26,8 @@ _ROOT_LORAS, _ROOT_RANK = 8, 16  # with lora_root, where the settings leave it t
 def planned_adapters(settings: Settings, model: OpenedModel) -> ServedAdapters | None:
     """Open the adapters of the settings; None if the server has none.
 
-    Raises:
-        SettingsInvalid: The settings do not fit together, or to the model.
-        CheckpointInvalid: An adapter cannot be served, or lies beside the model without being asked for.
+    Raises `SettingsInvalid` if the settings do not fit together, or to the model, and `CheckpointInvalid` if an adapter
+    cannot be served, or lies beside the model without being asked for.
     """
     pairs = parse_adapters(settings.lora)
     _check_beside(model, [directory for _, directory in pairs])
@@ -62,11 +61,7 @@ def planned_adapters(settings: Settings, model: OpenedModel) -> ServedAdapters |
 
 
 def _check_beside(model: OpenedModel, asked: list[Path]) -> None:
-    """Check that an adapter that lies beside the model's files is among those that are asked for.
-
-    Raises:
-        CheckpointInvalid: It is not.
-    """
+    """Raise `CheckpointInvalid` for an adapter beside the model's files that is not asked for."""
     if not isinstance(model, Checkpoint) or model.gguf is not None or not is_adapter(model.directory):
         return
     if not any(directory.exists() and directory.samefile(model.directory) for directory in asked):
@@ -78,11 +73,7 @@ def _check_beside(model: OpenedModel, asked: list[Path]) -> None:
 
 
 def check_device(adapters: ServedAdapters | None, plan: ServingPlan) -> None:
-    """Check that the planned device serves adapters.
-
-    Raises:
-        PlanImpossible: It does not.
-    """
+    """Raise `PlanImpossible` if the planned device does not serve adapters."""
     if adapters is not None and plan.placement.device != "cpu":
         raise PlanImpossible(
             f"LoRA adapters are served on processors only, and the device is {plan.placement.device}: set device=cpu, or merge the"
@@ -100,11 +91,7 @@ class AdapterReader:
     slots: AdapterSlots
 
     def __call__(self, path: str, slot: int) -> None:
-        """Read the weights of a directory for a slot: a path below `root`, absolute or relative to it.
-
-        Raises:
-            InvalidRequest: It is elsewhere, or it cannot be served.
-        """
+        """Read the weights of a directory below `root` for a slot. Raises `InvalidRequest`."""
         outside = InvalidRequest("lora_path must be a directory below the server's lora_root.", field="lora_path")
         try:
             root = self.root.expanduser().resolve(strict=True)
@@ -123,7 +110,6 @@ class AdapterReader:
 def adapter_store(
     settings: Settings, served: ServedAdapters | None, model: OpenedModel, slots: AdapterSlots | None
 ) -> AdapterStore:
-    """Return what the service needs of the adapters of a loaded model."""
     if served is None or slots is None:
         return AdapterStore()
     assert isinstance(model, Checkpoint), "only a checkpoint has adapters"

@@ -22,8 +22,6 @@ from app.version import VERSION
 
 
 def create_app(runtime: ApiRuntime) -> FastAPI:
-    """Return the ASGI application for a runtime; its lifespan starts and stops the runtime."""
-
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await runtime.lifetime.start()

@@ -41,12 +41,10 @@ class UnixSocketFile:
 
     @classmethod
     def of(cls, path: Path) -> UnixSocketFile:
-        """Return the file that is there now."""
         found = path.lstat()
         return cls(path, found.st_dev, found.st_ino)
 
     def remove(self) -> None:
-        """Remove the file."""
         with suppress(OSError):
             if self.of(self.path) == self:
                 self.path.unlink()
@@ -54,22 +52,17 @@ class UnixSocketFile:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Listening sockets, and the files of those that are UNIX sockets."""
-
     sockets: tuple[socket.socket, ...]
     files: tuple[UnixSocketFile, ...] = ()
 
     def urls(self, has_tls: bool = False) -> list[str]:
-        """Return the address of each socket."""
         return [url_of(each, has_tls) for each in self.sockets]
 
     def remove_files(self) -> None:
-        """Remove the files of UNIX sockets."""
         for file in self.files:
             file.remove()
 
     def close(self) -> None:
-        """Close all sockets."""
         for each in self.sockets:
             each.close()
         self.remove_files()
@@ -79,10 +72,7 @@ def listen(hosts: Sequence[str], port: int) -> Listeners:
     """Open the port on each address, so that clients and probes can connect from the first moment.
 
     A name stands for all its addresses that this machine has. `::` serves IPv4 too, unless `0.0.0.0` is listed. With
-    port 0, all addresses have the same free port.
-
-    Raises:
-        SettingsInvalid: An address cannot be used.
+    port 0, all addresses have the same free port. Raises `SettingsInvalid`.
     """
     for _ in range(MAX_PORT_TRIES if port == 0 else 1):
         opened: list[socket.socket] = []
@@ -121,7 +111,6 @@ def _listen_everywhere(port: int) -> list[socket.socket]:
 
 
 def _listen_tcp(host: str, port: int, is_alone: bool) -> list[socket.socket]:
-    """Return a listening socket for each address of the host. With `is_alone`, one of `::` serves both protocols."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except UnicodeError as error:
@@ -151,7 +140,6 @@ def _open_port(family: int, address: tuple[object, ...], port: int, is_alone: bo
 
 
 def _listen_unix(path: Path) -> socket.socket:
-    """Return a listening UNIX socket; a file that a server left behind is replaced."""
     if _is_stale(path):
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -168,11 +156,7 @@ def _listen_unix(path: Path) -> socket.socket:
 
 
 def _is_stale(path: Path) -> bool:
-    """Return True if the file is a socket at which nobody listens; False if there is no file.
-
-    Raises:
-        OSError: Somebody listens, or the file is no socket.
-    """
+    """Return True for a socket at which nobody listens, False without a file. Raises `OSError`."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -222,7 +206,6 @@ class Handshake:
         self._is_counted = False
 
     def drop(self) -> None:
-        """Close the connection."""
         self._limits.forget(self)
         if self.task is not None:
             self.task.cancel()
@@ -232,10 +215,7 @@ class Handshake:
 
 @dataclass
 class TlsListener:
-    """A TCP listener whose connections are counted from their first moment, before the TLS handshake.
-
-    asyncio's own server tells its protocol of a connection only after the handshake.
-    """
+    """A TCP listener whose connections are counted before the TLS handshake, unlike with asyncio's server."""
 
     listener: socket.socket
     context: ssl.SSLContext
@@ -248,7 +228,6 @@ class TlsListener:
         asyncio.get_running_loop().add_reader(self.listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept no more connections, and end the handshakes."""
         if self.listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self.listener.fileno())
             self.listener.close()

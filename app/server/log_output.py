@@ -1,8 +1,4 @@
-"""Form of the log on standard error: lines of text, coloured on a terminal, or one JSON object a line.
-
-Lines of requests are written by a thread of their own. So the event loop never waits for a reader of the log, and a
-server whose log nobody reads loses these lines instead of standing still.
-"""
+"""Form of the log on standard error: text or JSON lines; a thread writes those of requests."""
 
 from __future__ import annotations
 
@@ -28,11 +24,7 @@ _LEVEL_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level and message. A record with a `label` has it before the message, in a column.
-
-    Args:
-        console: Says whether there is a terminal and whether colours are wanted (`NO_COLOR`, `FORCE_COLOR`, `TERM`).
-    """
+    """Time, level and message, after the column of a record's `label`; `console` says if there are colours."""
 
     def __init__(self, console: Console) -> None:
         # People at a terminal know the date.
@@ -40,11 +32,9 @@ class TextFormatter(logging.Formatter):
         self._has_styles = console.is_terminal and not console.no_color and not console.is_dumb_terminal
 
     def usesTime(self) -> bool:  # noqa: N802  # logging's own name
-        """Return True: each line begins with the time."""
         return True
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's own name
-        """Return the record's line."""
         level = self._styled(record.levelname, _LEVEL_STYLES.get(record.levelname, ""))
         label = getattr(record, "label", "")
         column = f"{self._styled(label.ljust(LABEL_COLUMNS), 'bold')} " if label else ""
@@ -58,7 +48,6 @@ class JsonFormatter(logging.Formatter):
     """One JSON object: `time` (UTC), `level`, `message`, and what the record has of `label`, `fields`, `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one line."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{when}.{int(record.msecs):03d}Z",
@@ -83,7 +72,6 @@ class WritingThreadHandler(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue the record if there is room."""
         with suppress(queue.Full):
             self._records.put_nowait(record)
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from app.errors import ModelUnavailable
+from app.errors import CheckpointInvalid, ModelUnavailable, SettingsInvalid
+from app.models.decoders.config import ModelConfig
 from app.server.start_console import StartConsole
 from app.settings import Settings
+from app.weights.checkpoint import Checkpoint
 from app.weights.hub.cache import HubName, find_snapshot, is_complete, library_is_offline, parse_hub_name, read_listing
 from app.weights.hub.fetch import fetch_or_use_cached
 from app.weights.hub.refusals import offline_message
 from app.weights.open import OpenedModel, is_here, open_model
 
+if TYPE_CHECKING:
+    from app.text.tokenizer import Tokenizer
+
+MAX_MISSING_TOKENS = 128  # ids that only one of the two vocabularies may have: unused ones, and some added ones
+
 
 def missing_model(settings: Settings, path: Path | None = None) -> HubName | None:
     """Return the hub's name of the model if files of it must be fetched; None if it can be opened, or only refused.
 
-    `path` is that of another model than the one to serve.
-
-    Raises:
-        ModelUnavailable: It must be fetched, and nothing may be.
-        CheckpointInvalid: It is of a kind that is not served.
+    `path` is another model than the one to serve. Raises `ModelUnavailable` or `CheckpointInvalid`.
     """
     path = path or settings.checkpoint_directory
     name = None if is_here(path) else parse_hub_name(path)
@@ -36,18 +40,51 @@ def missing_model(settings: Settings, path: Path | None = None) -> HubName | Non
 
 
 def is_offline(settings: Settings) -> bool:
-    """Return True if nothing may be fetched, by our setting or by the library's variable."""
     return settings.offline == "on" or library_is_offline()
 
 
 def open_or_fetch_model(settings: Settings, path: Path | None = None) -> OpenedModel:
-    """Open the model of the settings, or another one at `path`. If it is fetched before, a terminal shows the progress.
-
-    Raises:
-        StartupError: It cannot be fetched or opened.
-    """
+    """Open the settings' model, or one at `path`, fetched before with progress. Raises `StartupError`."""
     name = missing_model(settings, path)
     if name is not None:
         with closing(StartConsole()) as console:
             fetch_or_use_cached(name, console.show)
     return open_model(path or settings.checkpoint_directory)
+
+
+def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:
+    """Open the settings' draft model, fetched before; None without. Raises `SettingsInvalid` or `StartupError`."""
+    if settings.draft_model is None:
+        return None
+    if model.needs().kind != "decoder":
+        raise SettingsInvalid(f"draft_model: {model.name} does not generate text, so nothing can be drafted for it.")
+    draft = open_or_fetch_model(settings, settings.draft_model.expanduser())
+    if not isinstance(draft, Checkpoint) or not isinstance(draft.model_config, ModelConfig):
+        raise SettingsInvalid(f"draft_model: {draft.name} does not generate text, and only a decoder can draft.")
+    ours, size = model.needs().num_parameters, draft.needs().num_parameters
+    if size > ours:
+        raise SettingsInvalid(
+            f"draft_model: {draft.name} has {size:,} parameters, more than {model.name} with {ours:,}: give a smaller model."
+        )
+    return draft
+
+
+def check_vocabulary(tokenizer: Tokenizer, draft: Checkpoint, cache: Path | None = None) -> None:
+    """Raise `CheckpointInvalid` with the first difference unless the draft model's tokens are the model's."""
+    from app.text.tokenizer_check import try_and_load  # with numpy, which settings and plans do without
+
+    other, missing = try_and_load(draft.location, cache), 0
+    for token_id in range(max(tokenizer.vocab_size, other.vocab_size)):
+        ours, its = tokenizer.token_text(token_id), other.token_text(token_id)
+        if ours == its:
+            continue
+        missing += not ours or not its
+        if (ours and its) or missing > MAX_MISSING_TOKENS:
+            raise CheckpointInvalid(
+                f"draft_model: {draft.name} has another vocabulary: its token {token_id} is {_shown(its)}, and the model's is "
+                f"{_shown(ours)}; give a draft model of the same family."
+            )
+
+
+def _shown(token: str) -> str:
+    return repr(token) if token else "missing"

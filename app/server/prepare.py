@@ -1,15 +1,20 @@
 """Decisions made before weights are read: host facts, the checkpoint, measurements and the plan.
 
-Measurements come from this start, or from the calibration file of an earlier one. Without them the plan is
-provisional: it sets the environment that torch reads when it is imported, and decides what to measure.
+Without measurements, of this start or an earlier one, the plan is provisional: it sets the environment that torch reads
+when it is imported, and decides what to measure.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.engine.calibration.cache import Calibration, CalibrationFile, calibration_key
@@ -32,23 +37,23 @@ from app.hardware.plan.threads import CONTENDED_GAIN
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
 from app.metrics.load_progress import LoadProgress
+from app.models.decoders.config import ModelConfig
 from app.server.adapters import check_device, planned_adapters
-from app.server.draft_model import planned_draft
-from app.server.model_source import missing_model, open_or_fetch_model
-from app.server.quality_notes import QualityNotes, planned_needs
-from app.settings import Settings
+from app.server.model_source import missing_model, open_or_fetch_model, planned_draft
+from app.settings import Settings, parse_kept_layers
+from app.version import VERSION
+from app.weights.cache_file import FileUnusable, atomic_write, file_identity, log_not_kept, open_trusted
 from app.weights.checkpoint import Checkpoint
-from app.weights.forms import RECIPES
+from app.weights.forms import QUANTIZED, RECIPES, kept_layer_bytes
 from app.weights.hub.cache import HubName
 from app.weights.hub.fetch import fetch_or_use_cached
 from app.weights.lora.adapter import ServedAdapters
 from app.weights.open import OpenedModel
 
 if TYPE_CHECKING:
-    from app.engine.calibration.session import CalibrationSubject
+    from app.engine.calibration.measure import CalibrationSubject
 
 log = logging.getLogger(__name__)
-
 UNDER_LOAD = "fewer threads were much faster, so other work probably used the cores"
 BUDGET_SECONDS = 5.0  # budget for measuring at a start; the first one packs weights too, which takes longer
 CALIBRATE_COMMAND_SECONDS = 10.0  # budget of the command `armature calibrate`
@@ -59,15 +64,63 @@ SMALL_BUDGET_SECONDS = 0.3
 THREAD_CACHE_BYTES = 64 * 2**20
 FEW_THREADS = 3  # up to this many, every number of threads is tried; above it, the planned number and one fewer
 ReportStage = Callable[[str | LoadProgress], None]
+log = logging.getLogger(__name__)
+FORMAT = 1  # version of the formats and of the measurement: raise it when older figures would mislead
+FOLDER = "packs"
+_MAX_BYTES = 2**12
+
+
+class QualityNotes:
+    """The note of one checkpoint with these settings, which may not exist yet."""
+
+    def __init__(self, checkpoint: OpenedModel, settings: Settings) -> None:
+        self._file: Path | None = None
+        folder = settings.cache_directory
+        if folder is None or not isinstance(checkpoint, Checkpoint):
+            return
+        key = [VERSION, FORMAT, settings.keep_layers, *(file_identity(file) for file in checkpoint.content_files)]
+        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+        self._file = folder / FOLDER / f"{digest[:32]}.quality"
+
+    def read(self) -> dict[str, float]:
+        """Return the cost of each precision that was measured; empty if there is no usable note."""
+        if self._file is None:
+            return {}
+        try:
+            with os.fdopen(open_trusted(self._file), encoding="utf-8") as stream:
+                noted = json.loads(stream.read(_MAX_BYTES))
+            return {name: float(noted[name]) for name in QUANTIZED if name in noted}
+        except (OSError, ValueError, TypeError, FileUnusable, RecursionError):
+            return {}
+
+    def write(self, costs: Mapping[str, float]) -> None:
+        if self._file is None or costs == self.read():
+            return
+        try:
+            with atomic_write(self._file) as stream:
+                stream.write(json.dumps(dict(costs)).encode())
+        except OSError as error:
+            log_not_kept(self._file, "the measured cost in quality", error)
+
+
+def planned_needs(checkpoint: OpenedModel, settings: Settings) -> Needs:
+    """Return a checkpoint's needs with noted costs and kept layers. Raises `SettingsInvalid` for unknown layers."""
+    needs = checkpoint.needs()
+    with suppress(OSError):  # a file that vanished is reported when it is read
+        needs = replace(needs, quality_costs=QualityNotes(checkpoint, settings).read())
+    kept = parse_kept_layers(settings.keep_layers)
+    if not kept or not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.model_config, ModelConfig):
+        return needs
+    changed = {
+        name: size + kept_layer_bytes(checkpoint.model_config, name, kept) if name in QUANTIZED else size
+        for name, size in needs.bytes_by_precision.items()
+    }
+    return replace(needs, bytes_by_precision=changed)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The result of `prepare`.
-
-    `needs` are the checkpoint's with these settings. `calibration` is None if nothing was measured, yet or at all.
-    `is_final`: the plan will not change.
-    """
+    """The result of `prepare`. `calibration` is None if nothing was measured; `is_final`: the plan stays."""
 
     settings: Settings
     facts: Facts
@@ -82,7 +135,6 @@ class Prepared:
 
     @property
     def model_name(self) -> str:
-        """Name of the model in requests and responses."""
         return next(iter(self.settings.served_model_name), self.checkpoint.name)
 
     @property
@@ -116,9 +168,8 @@ class Prepared:
     def with_idle_trial(self, trial: TrialTimes) -> Prepared:
         """Return a copy with the step times that the idle server measured, and keep them for the next start.
 
-        Only the expected speed changes: what is served stays as it was planned. Noisy times of other precisions are
-        dropped, and single steps measured beside them: whatever slowed them down did not slow these times down, so they
-        cannot be compared. The next start estimates those precisions in proportion to these times.
+        Only the expected speed changes. Noisy times of other precisions and single steps are dropped: they cannot be
+        compared. The next start estimates those precisions in proportion to these times.
         """
         before = Measurements() if self.calibration is None else self.calibration.measurements
         steady = tuple(one for one in before.trials if not one.noise)
@@ -149,15 +200,11 @@ class Prepared:
         return None if trial is None else trial.spread
 
     def with_calibration(self, calibration: Calibration) -> Prepared:
-        """Return a copy with this calibration and the final plan made from it."""
         plan = _plan(self.facts, calibration.measurements, self.settings, self.needs)
         return replace(self, plan=plan, calibration=calibration, is_final=True)
 
     def with_quality_cost(self, cost: float) -> Prepared:
-        """Return a copy whose plan knows what its precision costs in quality; `auto` may choose another one then.
-
-        The figure is noted for the next start.
-        """
+        """Return a copy whose plan knows the cost in quality, noted for the next start; it may change `auto`."""
         costs = {**self.needs.quality_costs, self.plan.weights.precision: cost}
         QualityNotes(self.checkpoint, self.settings).write(costs)
         needs = replace(self.needs, quality_costs=costs)
@@ -166,13 +213,7 @@ class Prepared:
 
 
 def prepare(settings: Settings) -> Prepared:
-    """Probe the machine, open the checkpoint, read earlier measurements, and make a plan.
-
-    This takes milliseconds and does not import torch; a model of the hub that is not in its cache is fetched before.
-
-    Raises:
-        StartupError: The settings, the checkpoint and the machine do not fit together.
-    """
+    """Probe the machine, open or fetch the checkpoint, and make a plan without torch. Raises `StartupError`."""
     facts = probe()
     checkpoint = open_or_fetch_model(settings)
     return with_kept_calibration(facts, settings, checkpoint)
@@ -189,25 +230,16 @@ class UnfetchedModel:
 
     @property
     def model_name(self) -> str:
-        """Name of the model in requests and responses."""
         return next(iter(self.settings.served_model_name), self.name.repo_id)
 
     def fetch(self, report: ReportStage) -> Prepared:
-        """Fetch the model and prepare the start as for any other.
-
-        Raises:
-            StartupError: It cannot be fetched, opened or planned.
-        """
+        """Fetch the model and prepare the start as for any other. Raises `StartupError`."""
         fetch_or_use_cached(self.name, report)
         return prepare(self.settings)
 
 
 def prepare_start(settings: Settings) -> Prepared | UnfetchedModel:
-    """Prepare a start as far as the model's files are on this machine.
-
-    Raises:
-        StartupError: The settings, the model and the machine do not fit together.
-    """
+    """Prepare a start as far as the model's files are on this machine. Raises `StartupError`."""
     name = missing_model(settings)
     if name is None:
         return prepare(settings)
@@ -225,9 +257,8 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
     needs = replace(needs, draft=None if draft is None else draft.needs())
     plan = _plan(facts, None, settings, needs)
     check_device(adapters, plan)
-    calibration_file = CalibrationFile(
-        settings.cache_directory, calibration_key(facts, settings, plan, _shapes(checkpoint))
-    )
+    shapes = checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint.fingerprint
+    calibration_file = CalibrationFile(settings.cache_directory, calibration_key(facts, settings, plan, shapes))
     is_final = not plan.steps.calibrate
     prepared = Prepared(settings, facts, checkpoint, needs, plan, calibration_file, None, is_final, adapters, draft)
     found = calibration_file.read() if plan.steps.calibrate and settings.calibrate != "on" else None
@@ -235,10 +266,7 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
 
 
 def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | None = None) -> Prepared:
-    """Measure if needed and return the final plan.
-
-    Run this on the thread that will compute; it imports torch.
-    """
+    """Measure if needed and return the final plan, on the thread that will compute; it imports torch."""
     if prepared.is_final:
         return prepared
     from app.engine.calibration.measure import measure_machine
@@ -280,19 +308,11 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
 
 
 def measured_under_load(before: Prepared, after: Prepared) -> bool:
-    """Return True if other work seems to have used the cores while they were measured.
-
-    Such measurements serve this start as they are, and later ones as noisy ones.
-    """
+    """Return True if other work seems to have used the cores: later starts then take the times as noisy."""
     trials = TrialTimings.from_measurements(after.calibration.measurements if after.calibration else None)
     fewer = trials.find(*_precision_and_threads(after.plan))
     planned = trials.find(after.plan.weights.precision, before.plan.cpu.threads)
     return fewer is not None and planned is not None and fewer.speedup_over(planned) > CONTENDED_GAIN
-
-
-def _shapes(checkpoint: OpenedModel) -> object:
-    """Return the object whose text identifies the shapes that decide the step times."""
-    return checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint.fingerprint
 
 
 def measuring_budget_seconds(checkpoint: OpenedModel) -> float:
@@ -303,7 +323,7 @@ def measuring_budget_seconds(checkpoint: OpenedModel) -> float:
 
 def measurement_subject(prepared: Prepared) -> CalibrationSubject:
     """Return what to measure: each precision that may be chosen, the fastest first, and the numbers of threads."""
-    from app.engine.calibration.session import CalibrationSubject
+    from app.engine.calibration.measure import CalibrationSubject
 
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
     names = [plan.weights.precision, *_other_precisions(prepared)]
@@ -328,7 +348,6 @@ def _precision_and_threads(plan: ServingPlan) -> tuple[str, int]:
 
 
 def _other_precisions(prepared: Prepared) -> list[str]:
-    """Return the other precisions that the plan may choose once they are measured."""
     needs = prepared.checkpoint.needs()
     kleidi = precision.kleidi_candidates(prepared.facts, prepared.plan.placement.device)
     if prepared.settings.weight_format != "auto":
@@ -348,7 +367,6 @@ def _other_precisions(prepared: Prepared) -> list[str]:
 
 
 def _plan_for_precision(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan | None:
-    """Return the plan for a precision, or None if that precision is not possible."""
     settings = prepared.settings.with_weight_format(name, int8_copy=int8_copy, device=prepared.plan.placement.device)
     try:
         return _plan(prepared.facts, None, settings, prepared.needs)

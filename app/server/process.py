@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import resource
+import shlex
 import signal
 import socket
 import ssl
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,18 +26,22 @@ from app.api.connection_limits import RESERVED_CONNECTIONS, ConnectionLimits
 from app.api.http_protocol import BoundedProtocol, ProtocolFactory, protocol_factory
 from app.api.routing import OTHER
 from app.errors import ServingFailed, SettingsInvalid, StartupError
+from app.hardware.decision import format_bytes, format_count
+from app.models.encoders.config import EncoderConfig
 from app.server.app import create_app
 from app.server.listeners import BACKLOG, Listeners, TlsListener, listen
 from app.server.log_output import log_to_stderr
 from app.server.prepare import Prepared, prepare_start
-from app.server.start_summary import start_summary
 from app.server.startup import ServerRuntime
 from app.server.termination_log import describe_exception
 from app.settings import Settings
 from app.tracing.start import start_tracer
 from app.weights.files import open_regular
+from app.weights.program import ProgramCheckpoint
 
 log = logging.getLogger(__name__)
+# A client cannot connect to the address that stands for every address of the machine.
+_LOOPBACK = {"//0.0.0.0:": "//127.0.0.1:", "//[::]:": "//[::1]:"}
 
 AUTO_CONNECTIONS = 4_096  # each takes about 20 KB while it is idle
 # The process's own: the model's files, the log, sockets and threads, and the connections of probes.
@@ -47,12 +53,7 @@ EXIT_SECONDS = 1.0  # from the end of serving to the end of the process, at most
 
 
 def serve(settings: Settings) -> int:
-    """Serve until SIGTERM or Ctrl-C and return the exit status.
-
-    Raises:
-        StartupError: The server could not start.
-        ServingFailed: The worker failed while serving.
-    """
+    """Serve until SIGTERM or Ctrl-C and return the exit status. Raises `StartupError` or `ServingFailed`."""
     log_to_stderr(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
     tls = tls_context(settings)
@@ -93,7 +94,8 @@ def serve(settings: Settings) -> int:
         server.listeners.remove_files()
     log.info("stopped")
     for failure in failures:
-        failed_with = failure if isinstance(failure, StartupError) else ServingFailed(_worker_failure_message(failure))
+        why = f"The worker has failed, so no request can be served: {describe_exception(failure)}. The log has the traceback."
+        failed_with = failure if isinstance(failure, StartupError) else ServingFailed(why)
         _end_process_after(EXIT_SECONDS, failed_with.exit_code)
         raise failed_with from failure
     _end_process_after(EXIT_SECONDS)  # a thread that reads a text cannot be ended, and Python would wait for it
@@ -106,10 +108,7 @@ def serve(settings: Settings) -> int:
 
 
 def announce(addresses: Sequence[str]) -> None:
-    """Print each address on a line of standard output.
-
-    A server whose standard output is closed or full serves all the same.
-    """
+    """Print each address on standard output, which may be closed or full."""
     try:
         if sys.stdout is None:  # it was closed when Python started
             raise OSError("it is closed")
@@ -129,9 +128,9 @@ def _read_keys_on_hangup(keys: ApiKeys | tuple[str, ...]) -> None:
 
 
 class PunctualServer(uvicorn.Server):
-    """uvicorn's server, whose process ends after a stop signal at `drain_seconds` and a few more, in any state.
+    """uvicorn's server, whose process ends at `drain_seconds` and a few more after a stop signal, in any state.
 
-    With `tls`, TCP connections speak TLS, and are counted before their handshakes. UNIX sockets never do.
+    With `tls`, TCP connections are counted before their handshakes.
     """
 
     def __init__(self, config: uvicorn.Config, drain_seconds: float, tls: ssl.SSLContext | None = None) -> None:
@@ -140,7 +139,6 @@ class PunctualServer(uvicorn.Server):
         self.listeners = Listeners(())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, and accept connections on all sockets."""
         given = sockets or []
         unix = [each for each in given if each.family == socket.AF_UNIX]
         own = [] if self._tls is None else [each for each in given if each.family != socket.AF_UNIX]
@@ -171,8 +169,6 @@ class PunctualServer(uvicorn.Server):
 
 
 def _end_process_after(seconds: float, status: int = 0) -> None:
-    """End this process in `seconds` with the exit status if it has not ended by then."""
-
     def end() -> None:
         log.warning("stopping took longer than expected: the process ends now")
         logging.shutdown()
@@ -181,12 +177,6 @@ def _end_process_after(seconds: float, status: int = 0) -> None:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-
-
-def _worker_failure_message(failure: BaseException) -> str:
-    return (
-        f"The worker has failed, so no request can be served: {describe_exception(failure)}. The log has the traceback."
-    )
 
 
 def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
@@ -228,11 +218,7 @@ def connection_limits(settings: Settings) -> ConnectionLimits:
 
 
 def tls_context(settings: Settings) -> ssl.SSLContext | None:
-    """Return the context with the certificate and its key; None without TLS.
-
-    Raises:
-        SettingsInvalid: One is given without the other, or they cannot be read or do not belong together.
-    """
+    """Return the context with the certificate and its key; None without TLS. Raises `SettingsInvalid`."""
     if settings.tls_cert is None and settings.tls_key is None:
         return None
     if settings.tls_cert is None or settings.tls_key is None:
@@ -248,3 +234,76 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
             "the key has no password."
         ) from error
     return context
+
+
+def start_summary(prepared: Prepared, url: str, seconds: float, has_chat: bool) -> Iterator[tuple[str, str]]:
+    """Yield the label and the text of each line; `seconds` is the time of the start."""
+    plan, needs = prepared.plan, prepared.needs
+    stored = needs.stored_quantization or needs.stored_dtype
+    yield (
+        "model",
+        f"{prepared.model_name}: {needs.architecture}, {needs.num_parameters / 1e6:,.0f}M parameters"
+        f"{f' of {stored}' if stored else ''}, from {prepared.checkpoint.location}",
+    )
+    yield "machine", _machine(prepared)
+    yield "precision", f"{plan.weights.precision}. {plan.decisions['precision'].reason}"
+    yield "memory", _memory(prepared)
+    capacity = plan.decisions["capacity_tokens_per_second"]
+    yield "speed", capacity.reason if capacity.value else plan.decisions["speed_source"].reason
+    page = "/ is a page to try the model, " if prepared.settings.page == "on" else ""
+    yield "ready", f"in {seconds:.1f} s at {url} ({page}/docs lists the API)"
+    yield "try", try_command(prepared, url, has_chat)
+
+
+def _machine(prepared: Prepared) -> str:
+    facts, plan = prepared.facts, prepared.plan
+    gpu = plan.gpu(facts)
+    threads = format_count(plan.cpu.threads, "thread")
+    processor = facts.cpu.name or facts.architecture
+    where = f"{processor}, {threads}, {plan.weights.kernels} kernels"
+    if gpu is not None:
+        where = gpu.name
+    elif plan.placement.device != "cpu":
+        where = f"{plan.placement.device} of {processor}"
+    return f"{where}, {format_bytes(facts.usable_bytes)} of memory available"
+
+
+def _memory(prepared: Prepared) -> str:
+    plan, needs = prepared.plan, prepared.needs
+    weights = f"{format_bytes(plan.memory.weight_bytes)} of weights"
+    if not needs.generates:
+        return weights
+    return (
+        f"{weights}, {format_bytes(plan.memory.kv_cache_bytes)} of KV cache for "
+        f"{format_count(plan.memory.max_running_seqs, 'sequence')} at a time, of up to {plan.memory.max_model_len:,} tokens"
+    )
+
+
+def try_command(prepared: Prepared, url: str, has_chat: bool) -> str:
+    """Return a `curl` command whose answer shows what the model does, to paste into a shell of this machine."""
+    path, body = _first_request(prepared, has_chat)
+    for every, own in _LOOPBACK.items():
+        url = url.replace(every, own)
+    words = ["curl", f"{url}{path}"]
+    if url.startswith("unix:"):
+        words = ["curl", "--unix-socket", url.removeprefix("unix:"), f"http://localhost{path}"]
+    if url.startswith("https:"):
+        words.append("--insecure")  # the certificate names a host, not this address
+    if prepared.settings.api_keys or prepared.settings.api_key_file is not None:
+        words += ["-H", "authorization: Bearer YOUR_KEY"]
+    if body is not None:
+        words += ["-H", "content-type: application/json", "-d", json.dumps(body)]
+    return shlex.join(words)
+
+
+def _first_request(prepared: Prepared, has_chat: bool) -> tuple[str, dict[str, Any] | None]:
+    if isinstance(prepared.checkpoint, ProgramCheckpoint):
+        return f"/v2/models/{prepared.model_name}", None  # its inputs and outputs
+    config = prepared.checkpoint.model_config
+    if isinstance(config, EncoderConfig):
+        return ("/predict" if config.labels else "/v1/embeddings"), (
+            {"inputs": "I like you."} if config.labels else {"input": "I like you."}
+        )
+    if has_chat:
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
+    return "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 64}

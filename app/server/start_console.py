@@ -26,21 +26,15 @@ from rich.progress import (
 from app.metrics.load_progress import LoadProgress
 
 log = logging.getLogger(__name__)
-
 FIRST_SECONDS = 1.0  # a stage that ends sooner has no log line
 LOG_SECONDS = 10.0  # between two log lines of a stage
 TICK_SECONDS = 0.25
 
 
 class StartConsole:
-    """Shows the progress of loading. One thread calls `show` and `close`; after `close`, `show` begins anew.
+    """Shows the progress of loading; after `close`, `show` begins anew.
 
-    The bar moves, and log lines come, also while a stage reports nothing: another thread sees to it.
-
-    Args:
-        console: Console of standard error by default.
-        has_bars: False for log lines on a terminal too.
-        first_seconds: Seconds of a stage before its first log line. 0: at once.
+    A thread moves the bar and logs also while a stage reports nothing, the first line after `first_seconds`.
     """
 
     def __init__(
@@ -79,7 +73,6 @@ class StartConsole:
         return progress
 
     def close(self) -> None:
-        """Remove the bar, or end the log lines."""
         if self._lines is not None:
             self._lines.stop()
             self._lines = None
@@ -135,11 +128,9 @@ class StageLines:
         self._thread = Thread(target=self._run, name="armature-progress", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that logs."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; nothing is logged afterwards."""
         self._stopped.set()
         self._thread.join()
 
@@ -154,7 +145,6 @@ class StageLines:
             self._stage = (stage, self._stage[1])
 
     def tick(self) -> None:
-        """Log the present stage if its time has come."""
         if self._stage is None:
             return
         (stage, began), now = self._stage, self._clock()

@@ -1,7 +1,6 @@
 """Composition of the server: from settings to a plan, then to a running worker and service.
 
-Torch is imported on the worker thread only, after the plan has set the environment that torch's thread pools read.
-So the port opens at once.
+Torch is imported on the worker thread only, after the plan has set the environment that thread pools read.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from importlib import import_module
@@ -24,20 +23,19 @@ from app.api.access import AccessRules, ApiKeys, is_loopback_name
 from app.api.routing import ApiRuntime, ModelNames
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.worker import Callbacks, Worker
-from app.errors import PrecisionTooCostly, ServiceStopping, SettingsInvalid
+from app.errors import CheckpointInvalid, InvalidRequest, PrecisionTooCostly, ServiceStopping, SettingsInvalid
 from app.hardware.facts import Facts, to_json_value
 from app.hardware.imports import collection_paused
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.cgroup import find_cpu_stat
 from app.hardware.probe.host_files import HostFiles
-from app.messages import Stop
+from app.messages import SamplingParams, Stop
 from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo, throttled_seconds
 from app.metrics.instruments import Metrics
 from app.metrics.power_monitor import PowerMonitor
-from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
 from app.metrics.step_monitor import SlowStepDetector, StepMonitor, first_touch_seconds
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import ExpectedSpeed, SpeedDrift, StepTimeModel
 from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.encoders.config import EncoderConfig
 from app.server.adapters import adapter_store
@@ -54,11 +52,16 @@ from app.service.served_model import (
 )
 from app.service.service import Service
 from app.settings import Settings, parse_rate_limit, unix_path_of
+from app.text.chat import ChatTemplate
+from app.text.grammar import GrammarCompiler
+from app.text.reasoning import REASONING_FORMATS, ReasoningFormat, choose_reasoning_format
+from app.text.tokenizer import Tokenizer
+from app.text.tool_formats import TOOL_FORMATS, ToolFormat, choose_tool_format
 from app.tracing.request_trace import Tracer
 from app.version import VERSION
 from app.weights.cache_file import PACKS, checkpoint_fingerprint
 from app.weights.checkpoint import Checkpoint
-from app.weights.files import open_regular, unreadable_message
+from app.weights.files import join_names, open_regular, unreadable_message
 from app.weights.program import ProgramCheckpoint
 
 if TYPE_CHECKING:
@@ -71,7 +74,6 @@ if TYPE_CHECKING:
     from app.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
 MAX_IDLE_ATTEMPTS = 20  # attempts to time steps while idle; on a busy machine or under load each may fail
 STOP_SECONDS = 3.0  # longest wait of a stop for the worker; a step takes less
 STOP_LOADING_SECONDS = (
@@ -84,13 +86,122 @@ FLUSH_SECONDS = 1.0  # longest wait of a stop for the spans of the last requests
 IMPORTED_LATER = ("anyio._core._sockets", "anyio._core._streams", "pydantic.v1", "app.engine.calibration.idle")
 # Instruction sets in order: the first that the machine has is the label.
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
+log = logging.getLogger(__name__)
+# Names in generation_config.json that are followed as defaults of requests, and the types of their values. `eos_token_id`
+# is read with the tokenizer's files.
+FOLLOWED: Mapping[str, type] = {
+    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float,
+}  # fmt: skip
+# Names of values that change which tokens are sampled and are not offered as defaults, with those that do not change it.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "top_h": (), "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,), "encoder_no_repeat_ngram_size": (0,), "bad_words_ids": ([],),
+    "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "sequence_bias": ({}, []),
+    "exponential_decay_length_penalty": (), "guidance_scale": (1.0,), "watermarking_config": (), "penalty_alpha": (0.0,),
+    "dola_layers": (), "constraints": ([],), "force_words_ids": ([],), "stop_strings": ([], ""), "token_healing": (False,),
+}  # fmt: skip
+# The request says how long an answer is and how it is searched. `do_sample` is left to the temperature, as vLLM does. A
+# prompt has more than one token, so no first token is forced, and an answer that reaches its limit ends without a forced
+# last one. The others are about caches, speed and what is returned.
+WITHOUT_EFFECT = frozenset(
+    "eos_token_id bos_token_id pad_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id"
+    " max_length max_new_tokens min_length min_new_tokens max_time early_stopping do_sample num_beams num_beam_groups"
+    " diversity_penalty length_penalty num_return_sequences renormalize_logits remove_invalid_values"
+    " use_cache cache_implementation cache_config max_cache_len use_mtp output_attentions output_hidden_states output_scores"
+    " output_logits return_dict_in_generate is_assistant num_assistant_tokens num_assistant_tokens_schedule"
+    " assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit"
+    " assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type compile_config disable_compile"
+    " continuous_batching_config low_memory prefill_chunk_size _from_model_config transformers_version trust_remote_code".split()
+)
+
+
+def make_served_decoder(
+    name: str,
+    limits: ServingLimits,
+    tokenizer: Tokenizer,
+    chat: ChatTemplate | None,
+    checkpoint: Checkpoint,
+    settings: Settings,
+) -> ServedDecoder:
+    template = None if chat is None else chat.evidence
+    tools = settings.tool_call_parser
+    defaults = sampling_defaults(_generation_config(checkpoint)) if settings.generation_config == "auto" else {}
+    return ServedDecoder(
+        name,
+        limits,
+        tokenizer,
+        chat,
+        sampling_defaults=defaults,
+        grammars=GrammarCompiler(tokenizer, limits.vocab_size),
+        tool_format=_tool_format(chat, str(checkpoint.config.get("model_type", "")))
+        if tools == "auto"
+        else TOOL_FORMATS[tools],
+        reasoning_format=_reasoning_format(template, settings.reasoning_parser),
+    )
+
+
+def prepare_grammars(model: ServedModel) -> Sequence[Future[None]]:
+    """Prepare structured output on another thread while weights are loaded; return what to wait for."""
+    if not isinstance(model, ServedDecoder) or model.grammars is None:
+        return ()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="armature-grammar")
+    preparing = pool.submit(model.grammars.prepare)
+    pool.shutdown(wait=False)
+    return (preparing,)
+
+
+def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the sampling parameters of a generation_config.json as vLLM does. Raises `CheckpointInvalid`."""
+    for name, neutral in REFUSED.items():
+        if config.get(name) is not None and config[name] not in neutral:
+            raise CheckpointInvalid(
+                f"generation_config.json: {name} is {str(config[name])[:80]}, which is not offered."
+                " --generation-config off serves the model without this file's sampling parameters."
+            )
+    unknown = sorted(config.keys() - FOLLOWED.keys() - REFUSED.keys() - WITHOUT_EFFECT)
+    if unknown:
+        log.info(
+            "generation_config.json: not known here and without effect: %s", join_names([one[:80] for one in unknown])
+        )
+    found: dict[str, float] = {}
+    for name, kind in FOLLOWED.items():
+        value = config.get(name)
+        if value is None:
+            continue
+        try:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InvalidRequest(f"{name} must be a number, not {value!r}.")
+            SamplingParams(**{name: kind(value)})
+        except InvalidRequest as error:
+            log.warning("generation_config.json: %s It is ignored.", error.message)
+            continue
+        found[name] = kind(value)
+    return found
+
+
+def _generation_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return generation_config.json, or what older checkpoints have of it in config.json."""
+    names = FOLLOWED.keys() | REFUSED.keys()
+    return checkpoint.generation_config or {name: one for name, one in checkpoint.config.items() if name in names}
+
+
+def _tool_format(chat: ChatTemplate | None, model_type: str) -> ToolFormat:
+    template = chat if chat is None or chat.with_tools is None else chat.with_tools
+    if template is not None and template.tool_format is not None:
+        return template.tool_format
+    return choose_tool_format(None if template is None else template.source, model_type)
+
+
+def _reasoning_format(template: str | None, setting: str) -> ReasoningFormat | None:
+    if setting == "auto":
+        return choose_reasoning_format(template)
+    return REASONING_FORMATS.get(setting)
 
 
 def accepts_any_name(settings: Settings, num_keys: int) -> tuple[bool, bool]:
     """Return whether a request may name any model in its body, and in its path.
 
-    Without being told, not where a wrong name may be a mistake: it could be meant for an adapter, or clients with
-    different keys could expect different models.
+    By default not where a wrong name may be meant for an adapter, or clients with other keys could expect other models.
     """
     is_clear = not settings.lora and settings.lora_root is None and num_keys <= 1
     on = settings.any_model_name == "on"
@@ -98,13 +209,7 @@ def accepts_any_name(settings: Settings, num_keys: int) -> tuple[bool, bool]:
 
 
 def read_api_keys(settings: Settings) -> tuple[str, ...]:
-    """Return the API keys of the setting and of the key file.
-
-    The file has one key per line; empty lines and lines that start with # are ignored.
-
-    Raises:
-        SettingsInvalid: The file cannot be read or holds no key.
-    """
+    """Return the keys of the setting and of the file, one per line, # for comments. Raises `SettingsInvalid`."""
     if settings.api_key_file is None:
         return settings.api_keys
     try:
@@ -145,10 +250,7 @@ def isa_label(facts: Facts, plan: ServingPlan) -> str:
 def read_tokenizer(
     checkpoint: Checkpoint | ProgramCheckpoint, report_stage: Callable[[str], None], cache: Path | None = None
 ) -> Tokenizer | None:
-    """Try the checkpoint's tokenizer and read it; None for an exported program, which takes no text.
-
-    A tokenizer that passed is noted in the folder `cache`, if there is one.
-    """
+    """Try the checkpoint's tokenizer, noted in `cache` if it passes, and read it; None for a program."""
     if isinstance(checkpoint, ProgramCheckpoint):
         return None
     from app.text.tokenizer_check import try_and_load
@@ -189,7 +291,6 @@ def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatT
 
 
 def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: ChatTemplate | None) -> ServedModel:
-    """Return the torch-free part of the model, with the limits of the final plan."""
     checkpoint, plan, name = prepared.checkpoint, prepared.plan, prepared.model_name
     limits = ServingLimits(
         max_model_len=plan.memory.max_model_len,
@@ -207,16 +308,13 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
     if isinstance(checkpoint.model_config, EncoderConfig):
         return ServedEncoder(name, limits, tokenizer, checkpoint.model_config)
-    from app.server.served_decoder import make_served_decoder
+    from app.server.startup import make_served_decoder
 
     return make_served_decoder(name, limits, tokenizer, chat, checkpoint, prepared.settings)
 
 
 def hash_ahead(prepared: Prepared) -> Sequence[Future[str]]:
-    """Hash the checkpoint's files on other threads if packed weights are kept, which are named by the hash.
-
-    The result is noted where `PackFolder.open` finds it; an error is raised there again. Return what to wait for.
-    """
+    """Hash the checkpoint's files on other threads if packs are kept, for `PackFolder.open`, which raises errors."""
     folder, checkpoint = prepared.plan.weights.pack_folder, prepared.checkpoint
     if folder is None or not isinstance(checkpoint, Checkpoint):
         return ()
@@ -227,11 +325,9 @@ def hash_ahead(prepared: Prepared) -> Sequence[Future[str]]:
 
 
 def bind_service_threads(cpu_ids: tuple[int, ...]) -> None:
-    """Restrict all threads of this process that Python started, except the calling one, to these CPUs; empty: none.
+    """Restrict all other threads that Python started, and the ones that they start, to these CPUs; empty: none.
 
-    They serve HTTP, tokenize, log and read the power; the compute threads are not Python's. A thread inherits the mask
-    of the one that starts it, so threads that the bound ones start later run there too. Without the mask the server
-    works as well, so a refusal is only logged.
+    They serve HTTP, tokenize, log and read the power. A refusal is only logged.
     """
     if not cpu_ids:
         return
@@ -257,7 +353,7 @@ class ServerRuntime:
     """The worker, the service and the metrics of one process, connected.
 
     `on_fatal` is called from the worker thread when the worker cannot continue; `on_ready` when it can serve, with the
-    final plan, the seconds since the start, and whether the model has a chat template. `tracer` None: nothing is traced.
+    final plan, the seconds since the start, and whether the model has a chat template.
     """
 
     def __init__(
@@ -288,7 +384,6 @@ class ServerRuntime:
         DeploymentGauges(self.metrics, self._deployment)
 
     def runtime(self) -> ApiRuntime:
-        """Return the runtime that the API routes use."""
         settings = self._start.settings
         keys = ApiKeys(lambda: read_api_keys(settings), settings.api_key_file)
         rates, is_local = parse_rate_limit(settings.rate_limit), is_local_only(settings)
@@ -302,7 +397,6 @@ class ServerRuntime:
         )
 
     async def start(self) -> None:
-        """Start the thread pool, the service, the power meter and the worker."""
         pool = ThreadPoolExecutor(self._start.plan.cpu.http_threads, thread_name_prefix="armature-http")
         asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
@@ -318,10 +412,7 @@ class ServerRuntime:
         self.worker.start(callbacks)
 
     async def stop(self) -> None:
-        """Stop everything after responses were sent or cut off.
-
-        Returns when the worker has ended or does not end in time.
-        """
+        """Stop everything after responses were sent or cut off, waiting for the worker for limited time."""
         self._power_monitor.stop()
         self._thermal_monitor.stop()
         self._stopping.set()
@@ -334,7 +425,6 @@ class ServerRuntime:
 
     @property
     def _prepared(self) -> Prepared:
-        """The start, once its model is on this machine."""
         assert isinstance(self._start, Prepared), "the model is fetched first"
         return self._start
 
@@ -360,10 +450,7 @@ class ServerRuntime:
         return engine
 
     def _build_calibrated(self, report_stage: Callable[[str | LoadProgress], None]) -> tuple[Engine, bool]:
-        """Measure the machine, and build the engine; again if its measured quality changes the plan.
-
-        Return also whether the model has a chat template.
-        """
+        """Measure the machine, and build the engine, again if its quality changes the plan; True: a chat template."""
         if isinstance(self._start, UnfetchedModel):
             self._start = self._start.fetch(report_stage)
         os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
@@ -371,7 +458,7 @@ class ServerRuntime:
         cache = self._prepared.settings.cache_directory
         tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage, cache)
         if tokenizer is not None and self._prepared.draft is not None:
-            from app.server.draft_model import check_vocabulary
+            from app.server.model_source import check_vocabulary
 
             check_vocabulary(tokenizer, self._prepared.draft, cache)
         chat = read_chat_template(self._prepared, tokenizer)
@@ -394,13 +481,9 @@ class ServerRuntime:
     def _build_planned(
         self, tokenizer: Tokenizer | None, chat: ChatTemplate | None, report_stage: Callable[[str | LoadProgress], None]
     ) -> Engine:
-        """Build the engine of the present plan.
-
-        Raises:
-            PrecisionTooCostly: The weights were packed, and their precision costs more quality than `auto` may spend.
-        """
+        """Build the engine of the present plan. Raises `PrecisionTooCostly` if `auto` may not spend its quality."""
         from app.engine.build import BuildRequest, build
-        from app.server.served_decoder import prepare_grammars
+        from app.server.startup import prepare_grammars
 
         prepared = self._prepared
         step_time_model = StepTimeModel(
@@ -437,11 +520,7 @@ class ServerRuntime:
         return engine
 
     def _take_quality_cost(self, cost: float) -> None:
-        """Plan again with the measured cost of the precision.
-
-        Raises:
-            PrecisionTooCostly: The plan chooses another precision now.
-        """
+        """Plan again with the measured cost. Raises `PrecisionTooCostly` if the plan chooses another precision."""
         before = self._prepared.plan.decisions["precision"]
         self._prepared = self._prepared.with_quality_cost(cost)
         now = self._prepared.plan.decisions["precision"]
@@ -512,7 +591,6 @@ class ServerRuntime:
         )
 
     def _watch_drift(self, prepared: Prepared, model: StepTimeModel) -> None:
-        """Compare step times with the expected ones from the first step on, and remove stale measurements."""
         calibration_file, calibration, plan = prepared.calibration_file, prepared.calibration, prepared.plan
         if model.table is None:
             return
@@ -530,17 +608,15 @@ class ServerRuntime:
         self._step_monitor.watch_drift(SpeedDrift(model, expected, forget))
 
     def _slow_step_detector(self, model: StepTimeModel) -> SlowStepDetector:
-        garbage = self._step_monitor.gc_control
         return SlowStepDetector(
             model,
-            lambda: garbage.seconds,
+            self._step_monitor.gc_control,
             lambda: throttled_seconds(self._cpu_stat),
             first_touch_seconds(),
             self._thermal_monitor.cause,
         )
 
     def _sampling_defaults(self) -> dict[str, float]:
-        """Return the sampling parameters of requests that give none; empty until the model is loaded."""
         model = self.service.model if self.service.ready else None
         return dict(model.sampling_defaults) if isinstance(model, ServedDecoder) else {}
 

@@ -1,7 +1,4 @@
-"""The Kubernetes termination message: one line on why the process ended, in a file that the kubelet creates.
-
-Nothing is written if the file does not exist, which is the case outside a pod.
-"""
+"""The Kubernetes termination message: one line on why the process ended, in a file that the kubelet creates."""
 
 from __future__ import annotations
 
@@ -43,5 +40,4 @@ def describe_exception(error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text with all runs of white space replaced by single spaces."""
     return " ".join(text.split())

@@ -20,7 +20,7 @@ from app.engine.encoder.batching import TextCapacity, share_step
 from app.engine.scheduler.policy import admit_oldest, before_long_ones, share_in_order, share_prompts, size_class
 from app.errors import Overloaded
 from app.hardware.step_times import StepTimes
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 
 # Prompt and completion length assumed before the first request has finished: vLLM's default output length in
 # benchmarks.

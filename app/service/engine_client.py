@@ -19,7 +19,7 @@ from app.errors import NotReady, RequestError, RequestTimeout, ServiceStopping, 
 from app.messages import Command, Event, GrammarSource, RequestFailed
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 from app.service.admission import Admission
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.text.child_process import CANCELLED

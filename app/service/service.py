@@ -14,7 +14,7 @@ from app.messages import Event
 from app.metrics.gauges import engine_gauges
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 from app.metrics.vllm_names import vllm_metrics
 from app.service import encode
 from app.service.adapters import Adapters, AdapterStore

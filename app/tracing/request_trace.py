@@ -1,7 +1,7 @@
-"""What the spans of a sampled request say, collected while it is served. OpenTelemetry is not needed for it.
+"""What the spans of a sampled request say, without OpenTelemetry.
 
-The names of attributes are those of OpenTelemetry's semantic conventions for generative AI, and vLLM's `gen_ai.latency.*`.
-Prompts, completions, stop strings and headers are never among them.
+Names are OpenTelemetry's semantic conventions for generative AI, and vLLM's `gen_ai.latency.*`. Prompts, completions,
+stop strings and headers are never among them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ _SAMPLING: tuple[tuple[str, str, Value | None], ...] = (
 class RequestTrace:
     """What is known of a sampled HTTP request, which may be several requests of the service.
 
-    `exemplar` has the ids of its span, as labels for histograms. `api` is the one
-    that metrics count it for. `error` is the code of what failed first. Times are
-    those of `time.monotonic`: `arrived_at` of the first part, and `phase_ends` of the phases in their order. Of several
-    parts, such as prompts in a list, the queue ends with the first that leaves it, and the other phases with the last.
+    `exemplar` has the ids of its span. `error` is the code of what failed first. Times are of `time.monotonic`: of
+    several parts, the queue ends with the first that leaves it, and the other phases with the last.
     """
 
     exemplar: Exemplar
@@ -48,18 +46,15 @@ class RequestTrace:
     error: str | None = None
 
     def note_model(self, name: str) -> None:
-        """Note the name of the model or adapter that serves the request."""
         self.attributes["gen_ai.request.model"] = self.attributes["gen_ai.response.model"] = name
 
     def note_sampling(self, params: SamplingParams) -> None:
-        """Note the parameters with which tokens are sampled."""
         for name, attribute, silent in _SAMPLING:
             value = getattr(params, name)
             if value is not None and value != silent:
                 self.attributes[attribute] = value
 
     def add_tokens(self, prompt: int, cached: int, completion: int) -> None:
-        """Add the tokens of one part."""
         for name, number in (
             ("gen_ai.usage.input_tokens", prompt),
             ("gen_ai.usage.cache_read.input_tokens", cached),
@@ -96,10 +91,7 @@ class Tracer(Protocol):
     """Where the spans of requests are made and sent."""
 
     def begin(self, scope: Mapping[str, Any], route: str, operation: str) -> RequestSpan:
-        """Begin the span of a request with this ASGI scope.
-
-        `route` is the template of its path. `operation` is the name of what it does, or empty if its body decides.
-        """
+        """Begin the span of a request; `route` is its path's template, `operation` empty if the body decides."""
 
     def close(self, seconds: float) -> None:
         """Send what is left, in at most so many seconds."""

@@ -1,7 +1,7 @@
 """Spans of requests by OpenTelemetry's SDK: one server span a request, with its phases as children.
 
-The SDK samples, reads the standard variables `OTEL_*`, and sends spans in batches from a thread of its own, so neither
-the event loop nor the worker waits for a collector. While none answers, spans are dropped, which is logged once.
+The SDK samples, reads the standard variables `OTEL_*`, and sends spans in batches from a thread of its own. While no
+collector answers, spans are dropped, which is logged once.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 class OtlpTracer:
     """Tracer that sends spans to a collector by OTLP over HTTP.
 
-    Args:
-        endpoint: URL that takes spans, with its path.
-        sample_ratio: Share of the requests that are sampled if their client has not decided; None: as the variables
-            `OTEL_TRACES_SAMPLER` and `OTEL_TRACES_SAMPLER_ARG` say, which means all if they say nothing.
+    `endpoint` is the URL that takes spans, with its path. `sample_ratio` is the share of sampled requests if their
+    client has not decided; None: as the variables `OTEL_TRACES_SAMPLER*` say, by default all.
     """
 
     def __init__(self, endpoint: str, sample_ratio: float | None = None) -> None:
@@ -62,7 +60,6 @@ class OtlpTracer:
         self._tracer = self._provider.get_tracer("armature", VERSION)
 
     def begin(self, scope: Mapping[str, Any], route: str, operation: str) -> OtlpSpan:
-        """Begin the span of a request; see `Tracer`."""
         return OtlpSpan(self._tracer, scope, route, operation)
 
     def close(self, seconds: float) -> None:
@@ -77,8 +74,6 @@ class OtlpTracer:
 
 
 class OtlpSpan:
-    """The server span of one request, and its phases; see `RequestSpan`."""
-
     def __init__(self, tracer: SpanFactory, scope: Mapping[str, Any], route: str, operation: str) -> None:
         self._tracer, self._scope, self._route, self._operation = tracer, scope, route, operation
         self._began, self._began_ns = time.monotonic(), time.time_ns()
@@ -91,11 +86,9 @@ class OtlpSpan:
 
     @property
     def trace(self) -> RequestTrace | None:
-        """What the span will say; None if the request is not sampled."""
         return self._trace
 
     def end(self, request_id: str, status: int, error: str | None, is_stream: bool) -> None:
-        """End the span and make those of the phases; see `RequestSpan`."""
         trace, span = self._trace, self._span
         if trace is None:
             return

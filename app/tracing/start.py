@@ -21,11 +21,8 @@ INSTALL = "pip install 'armature-serve[otel]'"
 def start_tracer(settings: Settings, environ: Mapping[str, str]) -> Tracer | None:
     """Return the tracer, or None if requests are not traced. OpenTelemetry's SDK is imported only if they are.
 
-    A variable alone never prevents a start, since an operator of a cluster may set it for all programs: what cannot be
-    done is then logged.
-
-    Raises:
-        SettingsInvalid: The setting is given, and the extra `otel` is not installed.
+    A variable alone never prevents a start. Raises `SettingsInvalid` if the setting is given, and the extra `otel` is
+    not installed.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
@@ -49,7 +46,6 @@ def with_path(url: str) -> str:
 
 
 def _endpoint_of(environ: Mapping[str, str]) -> str:
-    """Return the URL that the standard variables name, or nothing."""
     endpoint = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
     if not endpoint and (base := environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")):
         endpoint = base.rstrip("/") + SPANS_PATH

@@ -1,9 +1,8 @@
 """Cache files that are kept for the next start: written atomically, and read only if they can be trusted.
 
-Their contents decide the model's answers. So a file is used only if no user except this process's and root could have
-written it. `checkpoint_fingerprint` hashes the bytes of a checkpoint's files, so that a cache file belongs to exactly
-one checkpoint. Hashing takes seconds for gigabytes, so the result is stored next to the packs; it is valid until the
-size, time or inode of a file changes.
+Their contents decide the model's answers, so only this process's user and root may have written them.
+`checkpoint_fingerprint` hashes the bytes of a checkpoint's files; the result is stored next to the packs and valid
+until the size, time or inode of a file changes.
 """
 
 from __future__ import annotations
@@ -30,6 +29,9 @@ log = logging.getLogger(__name__)
 PACKS = "packs"  # the folder of packed weights, which has the hashes of checkpoints too
 PARTIAL, _ABANDONED_SECONDS = ".partial-", 3600.0
 _warned: set[Path] = set()  # folders for which a warning was logged
+_CHUNK_BYTES = 64 * 2**20  # bytes hashed by one thread at a time
+_READ_BYTES = 4 * 2**20
+_STABLE_NANOSECONDS = 2 * 10**9  # a younger file may change again within the same tick of the file system's clock
 
 
 class FileUnusable(Exception):
@@ -38,17 +40,10 @@ class FileUnusable(Exception):
 
 @contextmanager
 def atomic_write(target: Path, mode: int = 0o644, durable: bool = True) -> Iterator[FileIO]:
-    """Yield a new file that atomically replaces the target at the end.
+    """Yield a new file that atomically replaces the target at the end; on any error no file is left behind.
 
-    On any error, or Ctrl-C, no file is left behind.
-
-    Args:
-        target: The path of the file.
-        mode: Its permissions. By default others may read it; the directory's mode decides who may replace it.
-        durable: Wait until the disk has the content. Without it, a crash of the machine may leave a damaged file.
-
-    Raises:
-        OSError: The file cannot be written.
+    Others may read it by default; the directory's mode decides who may replace it. `durable`: wait until the disk has
+    the content. Raises `OSError`.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _remove_abandoned(target.parent)
@@ -69,10 +64,7 @@ def atomic_write(target: Path, mode: int = 0o644, durable: bool = True) -> Itera
 
 
 def _open_partial(folder: Path) -> tuple[int, Path]:
-    """Return a new file in the folder, and its name until it is complete.
-
-    It has that name only at the end if the file system supports that: then a process that is killed leaves nothing.
-    """
+    """Return a new file and its name until it is complete, which it may get at the end only."""
     if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").is_dir():
         with suppress(OSError):  # not all file systems support it
             return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600), folder / f"{PARTIAL}{secrets.token_hex(8)}"
@@ -89,12 +81,7 @@ def _give_name(descriptor: int, name: Path) -> None:
 
 
 def open_trusted(file: Path) -> int:
-    """Open a trusted file and return its descriptor.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        FileUnusable: Other users could have written it.
-    """
+    """Open a trusted file and return its descriptor. Raises `FileNotFoundError` or `FileUnusable`."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a pipe could block
     except FileNotFoundError:
@@ -112,11 +99,7 @@ def open_trusted(file: Path) -> int:
 
 
 def check_trusted(status: os.stat_result) -> None:
-    """Check that only this process's user or root could have written a file.
-
-    Raises:
-        FileUnusable: Another user could have.
-    """
+    """Raise `FileUnusable` if not only this process's user or root could have written a file."""
     if not stat.S_ISREG(status.st_mode):
         raise FileUnusable("it is not a regular file")
     if status.st_uid not in (os.getuid(), 0):
@@ -126,10 +109,7 @@ def check_trusted(status: os.stat_result) -> None:
 
 
 def log_not_kept(file: Path, what: str, error: OSError) -> None:
-    """Log that a file cannot be kept: one warning per cache folder, then only information.
-
-    A full or read-only cache volume does not stop serving.
-    """
+    """Log that a file cannot be kept: one warning per cache folder, then only information."""
     cache = file.parent.parent
     level = logging.INFO if cache in _warned else logging.WARNING
     _warned.add(cache)
@@ -164,22 +144,8 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-_CHUNK_BYTES = 64 * 2**20  # bytes hashed by one thread at a time
-_READ_BYTES = 4 * 2**20
-_STABLE_NANOSECONDS = 2 * 10**9  # a younger file may change again within the same tick of the file system's clock
-
-
 def checkpoint_fingerprint(checkpoint: Checkpoint, notes: Path, threads: int) -> str:
-    """Return a SHA-256 hash of config.json and of every weight file, as hexadecimal text.
-
-    Args:
-        checkpoint: The checkpoint.
-        notes: The folder in which earlier results are stored.
-        threads: The number of threads that hash.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
+    """Return a SHA-256 of config.json and every weight file, kept in the folder `notes`. Raises `OSError`."""
     files = checkpoint.content_files
     identities = [file_identity(file) for file in files]
     note = notes / f"{hashlib.sha256(json.dumps(identities).encode()).hexdigest()[:32]}.content"
@@ -194,17 +160,12 @@ def checkpoint_fingerprint(checkpoint: Checkpoint, notes: Path, threads: int) ->
 
 
 def file_identity(file: Path) -> tuple[str, int, int, int]:
-    """Return a file's path, size, time of change in nanoseconds, and inode.
-
-    Raises:
-        OSError: There is no such file.
-    """
+    """Return a file's path, size, time of change in nanoseconds, and inode. Raises `OSError`."""
     status = file.stat()
     return str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _hash(files: Sequence[Path], threads: int) -> str:
-    """Return the hash of the hashes of all parts in order; several threads hash the parts."""
     parts = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), _CHUNK_BYTES)]
     whole = hashlib.sha256()
     with ThreadPoolExecutor(threads) as pool:
@@ -234,7 +195,6 @@ def _read_note(note: Path) -> str | None:
 
 
 def _write_note(note: Path, content: str) -> None:
-    """Store the hash; if that fails, the next start hashes again."""
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = note.with_suffix(f".{os.getpid()}")

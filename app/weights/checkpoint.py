@@ -1,8 +1,4 @@
-"""Opens a Hugging Face checkpoint directory and validates it completely before anything is loaded.
-
-This takes milliseconds and does not need torch. Anything that is missing, damaged or not supported is refused with
-a message that names it and says what would be right.
-"""
+"""Opens a Hugging Face checkpoint directory and validates it completely, without torch, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -89,22 +85,16 @@ class Checkpoint:
 
     @property
     def content_files(self) -> list[Path]:
-        """Files that decide the model's results: those with weights, and config.json."""
         config = self.gguf or self.directory / "config.json"
         return sorted({config, *(entry.file for entry in self.tensors.values())})
 
     @property
     def kind(self) -> Literal["decoder", "encoder"]:
-        """Kind of the model."""
         return self.model_config.kind
 
     @property
     def decoder(self) -> ModelConfig:
-        """Configuration of a decoder.
-
-        Raises:
-            CheckpointInvalid: The checkpoint is an encoder.
-        """
+        """Configuration of a decoder. Raises `CheckpointInvalid` for an encoder."""
         if isinstance(self.model_config, ModelConfig):
             return self.model_config
         raise CheckpointInvalid(
@@ -113,11 +103,7 @@ class Checkpoint:
 
     @property
     def encoder(self) -> EncoderConfig:
-        """Configuration of an encoder.
-
-        Raises:
-            CheckpointInvalid: The checkpoint is a decoder.
-        """
+        """Configuration of an encoder. Raises `CheckpointInvalid` for a decoder."""
         if isinstance(self.model_config, EncoderConfig):
             return self.model_config
         raise CheckpointInvalid(
@@ -125,7 +111,6 @@ class Checkpoint:
         )
 
     def needs(self) -> Needs:
-        """Return the model's requirements, from which the plan is made."""
         config, tensors = self.model_config, self.tensors
         if isinstance(config, ModelConfig):
             host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
@@ -165,7 +150,6 @@ class Checkpoint:
 
     @property
     def stored_dtype(self) -> str:
-        """Dtype of most elements, with torch's name."""
         elements: Counter[str] = Counter()
         for entry in self.tensors.values():
             elements[entry.dtype] += entry.num_elements
@@ -173,15 +157,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read and check everything except the weights' values.
-
-    Args:
-        path: A directory, or a GGUF file.
-
-    Raises:
-        CheckpointInvalid: Something is missing, damaged or not supported.
-        OSError: A file cannot be read.
-    """
+    """Read and check all but the weights' values of a directory or GGUF file. Raises `CheckpointInvalid`, `OSError`."""
     gguf = find_gguf(path)
     if gguf is not None:
         return _open_gguf(gguf)
@@ -230,12 +206,7 @@ def _open_directory(directory: Path) -> Checkpoint:
 
 
 def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig | EncoderConfig]:
-    """Return config.json and the model that it and the files of sentence-transformers describe.
-
-    Raises:
-        CheckpointInvalid: The model is not supported.
-        OSError: A file cannot be read.
-    """
+    """Return config.json and the model that the directory describes. Raises `CheckpointInvalid` or `OSError`."""
     sentence_config = read_sentence_config(directory)
     config = read_object(file_in(directory, "config.json"))
     quantization_method(config)
@@ -252,7 +223,6 @@ def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig |
 
 
 def _conversion(config: ModelConfig | EncoderConfig, directory: Path) -> str:
-    """Return the call that writes this kind of model again with safetensors, head and modules included."""
     if (directory / MODULES).is_file():
         library = "CrossEncoder" if config.kind == "encoder" and config.labels else "SentenceTransformer"
         return f"sentence_transformers.{library}(DIR).save_pretrained(NEW_DIR)"
@@ -264,7 +234,6 @@ def _conversion(config: ModelConfig | EncoderConfig, directory: Path) -> str:
 
 
 def _find_tensors(directory: Path, conversion: str) -> dict[str, TensorEntry]:
-    """Return the tensors of a folder. `conversion` tells how pickled ones become safetensors."""
     if file_in(directory, INDEX).is_file():
         return _read_shards(directory)
     files = [file for file in files_in(directory, "*.safetensors") if file.name != ADAPTER_WEIGHTS]
@@ -288,12 +257,7 @@ def _find_tensors(directory: Path, conversion: str) -> dict[str, TensorEntry]:
 
 
 def shard_names(directory: Path) -> list[str]:
-    """Return the names of the files that a checkpoint's index names.
-
-    Raises:
-        CheckpointInvalid: The index is damaged.
-        OSError: It cannot be read.
-    """
+    """Return the files that the index names. Raises `CheckpointInvalid` or `OSError`."""
     return sorted(set(_weight_map(directory).values()))
 
 
@@ -365,10 +329,7 @@ def _encoder_tensors(
 def _check_tensors(
     architecture: str, expected: Mapping[str, Shape], renamed_tensors: RenamedTensors
 ) -> dict[str, TensorEntry]:
-    """Return the tensors that serving uses.
-
-    Extra tensors are refused too: ignoring a weight would give wrong results.
-    """
+    """Return the tensors that serving uses. Extra tensors are refused: ignoring one would give wrong results."""
     found, extra = renamed_tensors.tensors, renamed_tensors.unused
     missing = [renamed_tensors.stored_names.get(name, name) for name in expected if name not in found]
     if missing:

@@ -1,7 +1,6 @@
 """Reading JSON files of a checkpoint, and messages about a missing volume, missing permissions or an incomplete copy.
 
-A checkpoint is untrusted: `file_in` follows its links only within the checkpoint and the hub cache that it is part of.
-`read_object` and `read_optional` name the file in their errors; errors of the operating system are left to the caller.
+A checkpoint is untrusted: `file_in` follows its links only within it and the hub cache that it is part of.
 """
 
 from __future__ import annotations
@@ -46,14 +45,7 @@ class NotRegularFile(OSError):
 
 
 def open_regular(file: Path) -> FileIO:
-    """Open a file to read it, without a buffer.
-
-    Opening a pipe would wait for its writer, and reading a device may never end.
-
-    Raises:
-        NotRegularFile: It is no regular file.
-        OSError: It cannot be opened.
-    """
+    """Open a file without a buffer. Raises `NotRegularFile` for a pipe or device, or `OSError`."""
     stream = FileIO(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         return stream
@@ -71,12 +63,7 @@ def readable_or_invalid(path: Path) -> Iterator[None]:
 
 
 def check_directory(directory: Path) -> None:
-    """Check that a checkpoint directory exists and is not empty.
-
-    Raises:
-        CheckpointInvalid: There is nothing to read.
-        OSError: The directory may not be read.
-    """
+    """Raise `CheckpointInvalid` if a checkpoint directory is missing or empty, `OSError` if it may not be read."""
     if not directory.exists():
         raise CheckpointInvalid(f"Checkpoint {directory} does not exist{_existing_files_note(directory)} {LAYOUT_HINT}")
     if not directory.is_dir():
@@ -90,13 +77,10 @@ def check_directory(directory: Path) -> None:
 def file_in(directory: Path, name: str) -> Path:
     """Return the path of a checkpoint's file, which may be missing.
 
-    Links are followed if they end within the checkpoint (as Kubernetes mounts volumes), or in the blobs of the hub cache
-    that the checkpoint is a snapshot of. Everything else could be any file of the machine.
-
-    Raises:
-        CheckpointInvalid: No file can have the name, a link leads elsewhere, or it is not a regular file. Opening a pipe
-            would wait for ever, and a device has no end.
-        OSError: A folder cannot be read.
+    Links are followed if they end within the checkpoint (as Kubernetes mounts volumes), or in the blobs of the hub
+    cache that the checkpoint is a snapshot of; else they could be any file of the machine. Raises `CheckpointInvalid`
+    if no file can have the name, a link leads elsewhere, or it is not a regular file; `OSError` if a folder cannot be
+    read.
     """
     path, real = _resolve_in(directory, name)
     if real is not None and not stat.S_ISREG(real.stat().st_mode):
@@ -105,12 +89,10 @@ def file_in(directory: Path, name: str) -> Path:
 
 
 def folder_in(directory: Path, name: str) -> Path:
-    """Return the path of a checkpoint's folder, which may be missing. Raises as `file_in`."""
     return _resolve_in(directory, name)[0]
 
 
 def _resolve_in(directory: Path, name: str) -> tuple[Path, Path | None]:
-    """Return the path of a name, and the path where its links lead; None if there is nothing."""
     if "\0" in name or any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in name.split("/")):
         raise CheckpointInvalid(f"{directory} refers to a file that cannot exist: {name[:_SHOWN_NAME]!r}.")
     path = directory / name
@@ -128,7 +110,6 @@ def _resolve_in(directory: Path, name: str) -> tuple[Path, Path | None]:
 
 
 def _checkpoint_folders(directory: Path) -> Iterator[Path]:
-    """Yield the folders to which links of a checkpoint may lead."""
     yield directory
     for folder in (directory, *directory.parents):
         if folder.parent.name == _SNAPSHOTS and folder.parent.parent.name.startswith(_MODELS):
@@ -136,23 +117,16 @@ def _checkpoint_folders(directory: Path) -> Iterator[Path]:
 
 
 def files_in(directory: Path, pattern: str) -> list[Path]:
-    """Return the checkpoint's files that match a pattern, sorted. Raises as `file_in`."""
     return sorted(file_in(directory, file.name) for file in directory.glob(pattern))
 
 
 def check_not_lfs_pointer(file: Path) -> None:
-    """Check that a file is not a Git LFS pointer.
-
-    Raises:
-        CheckpointInvalid: It is one.
-        OSError: The file cannot be read.
-    """
+    """Raise `CheckpointInvalid` if a file is a Git LFS pointer, `OSError` if it cannot be read."""
     if is_lfs_pointer(file):
         raise CheckpointInvalid(f"{file.name} cannot be used. {remedy(file)}")
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Return True if a file is a Git LFS pointer."""
     with open_regular(file) as stream:
         return stream.read(len(_LFS_POINTER_PREFIX)) == _LFS_POINTER_PREFIX
 
@@ -174,10 +148,6 @@ def incomplete_copy_note(directory: Path) -> str:
 
 
 def _existing_files_note(path: Path) -> str:
-    """Return the end of the message on a missing path: which files are there instead.
-
-    The volume that should contain it may not be mounted, or another one may be.
-    """
     parent = next(each for each in path.absolute().parents if each.is_dir())
     if parent != path.absolute().parent:
         return f", nor does {path.absolute().parent}: is a volume with models mounted there?"
@@ -227,11 +197,7 @@ def _denied_access_note(path: Path) -> str:
 
 
 def read_object(file: Path) -> Mapping[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        CheckpointInvalid: The file does not exist, or is not a JSON object.
-    """
+    """Return the JSON object in a file. Raises `CheckpointInvalid` if it does not exist or is none."""
     values = read_json(file)
     if not isinstance(values, dict):
         raise CheckpointInvalid(f"{file.name} in {file.parent} is not a JSON object.")
@@ -239,17 +205,11 @@ def read_object(file: Path) -> Mapping[str, Any]:
 
 
 def read_optional(file: Path) -> Mapping[str, Any]:
-    """Return the JSON object in a file; empty if the file does not exist."""
     return read_object(file) if file.exists() else {}
 
 
 def read_text(file: Path, max_bytes: int) -> str:
-    """Return the text of a file in UTF-8.
-
-    Raises:
-        CheckpointInvalid: It is longer than `max_bytes`, or not UTF-8.
-        OSError: It cannot be read.
-    """
+    """Return the text of a file in UTF-8. Raises `CheckpointInvalid` if it is longer or not UTF-8, or `OSError`."""
     with BufferedReader(open_regular(file)) as stream:
         content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -261,11 +221,7 @@ def read_text(file: Path, max_bytes: int) -> str:
 
 
 def read_json(file: Path) -> Any:
-    """Return the JSON value in a file.
-
-    Raises:
-        CheckpointInvalid: The file does not exist, or is not JSON.
-    """
+    """Return the JSON value in a file. Raises `CheckpointInvalid` if it does not exist or is not JSON."""
     if not file.is_file():
         raise CheckpointInvalid(
             f"{file.parent} has no {file.name}; a checkpoint is the whole directory as "

@@ -1,7 +1,4 @@
-"""Choice of the form that holds a layer's weight, and of the parts of it that a pack file can keep.
-
-The form is the first of the recipe that suits the weight on this machine.
-"""
+"""Choice of the form that holds a layer's weight, and of the parts of it that a pack file can keep."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import Tensor
 
 from app.hardware.plan.plan import ServingPlan
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layers.vectors import Norm
+from app.models.decoders.layers import Norm
 from app.models.decoders.shapes import is_expert, is_router
 from app.weights.forms import (
     DETERMINISTIC_RECIPES,
@@ -52,11 +49,11 @@ CacheableForm = IntPanelLinear | HybridLinear | RowSplitLinear
 
 @dataclass(frozen=True, slots=True)
 class FormChoice:
-    """A recipe with decisions of the plan. `keep` names layers in another precision.
+    """A recipe with decisions of the plan.
 
-    `dtype` is that of activations. `int8_copy`: an int8 copy is held in addition to int4 weights. `most_few`
-    is the measured number of rows up to which int4 multiplies if both are held; None: the recipe's. Kept files do not
-    depend on it. `device` holds the model; None: the processor.
+    `keep` names layers in another precision. `dtype` is that of activations. `int8_copy`: an int8 copy is held in
+    addition to int4 weights. `most_few` is the measured number of rows up to which int4 multiplies if both are held;
+    None: the recipe's. `device` holds the model; None: the processor.
     """
 
     recipe: Recipe
@@ -75,10 +72,7 @@ class FormChoice:
     stored: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def packing(self, linear: Linear) -> FormFactory:
-        """Return the first packing that suits a linear layer.
-
-        A product whose sources differ is split by rows if all are integers. If one is exact, all of them are.
-        """
+        """Return the first packing that suits a layer, split by rows if its sources differ and all are integers."""
         is_output = linear.sources in OUTPUT_SOURCES
         by_source = [self._form_names(source) for source in linear.sources]
         names = EXACT.linear if EXACT.linear in by_source else by_source[0]
@@ -91,7 +85,6 @@ class FormChoice:
         return next(one for one in packings if one.supports(linear.out_features, linear.in_features, self.dtype))
 
     def _form_names(self, source: str) -> tuple[str, ...]:
-        """Return the forms for one source, in order of preference."""
         if is_router(source):
             return ROUTER_FORMS
         kept = kept_precision(self.keep, source)
@@ -143,7 +136,6 @@ class FormChoice:
         return replace(packing, wide=self.wide) if isinstance(packing, IntPanelFactory) else packing
 
     def _with_copy(self, packing: IntPanelFactory | RowSplitFactory, group: int | None) -> FormFactory:
-        """Return the packing with an int8 copy in the same groups, if one is held."""
         threshold = self.recipe.int8_copy_from
         if not self.int8_copy or threshold is None:
             return packing
@@ -162,7 +154,6 @@ class LayerPacking:
 
     @property
     def name(self) -> str:
-        """Names of the layer's source tensors, joined with +."""
         return "+".join(self.linear.sources)
 
     def blob_bytes(self) -> Iterator[tuple[str, int]]:
@@ -175,7 +166,6 @@ class LayerPacking:
             yield f"{self.name}.factors", 4 * self.linear.in_features
 
     def blobs(self, factors: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each blob, from the packed form."""
         if not isinstance(self.linear.form, CacheableForm):
             return
         for index, part in enumerate(self.linear.form.parts):
@@ -207,14 +197,8 @@ def form_choice(
 ) -> FormChoice:
     """Return how the plan's weights are held, with the upgraded layers of a model that was not calibrated.
 
-    Args:
-        plan: The plan.
-        config: The model's configuration; only decoders have upgraded layers.
-        device: The backend's device.
-        tensors: The checkpoint's tensors, whose codes may be kept. None: weights without codes.
-
-    Raises:
-        PlanImpossible: The precision is a config of torchao that cannot run here.
+    `tensors` are the checkpoint's, whose codes may be kept; None: weights without codes. Raises `PlanImpossible` if the
+    precision is a config of torchao that cannot run here.
     """
     precision, kind = plan.weights.precision, plan.placement.device
     recipe = (

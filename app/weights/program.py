@@ -1,8 +1,7 @@
 """Opens an exported program (`.pt2`) and validates it completely, without torch.
 
-It checks the inputs, the outputs, and that the program can be batched and served. The first dimension of every input
-is the batch, one free symbol for all; the outputs that have it too are served. `Archive` reads the zip
-file. Lower bounds for a step, its operations and bytes read, are computed from the graph.
+The first dimension of every input is the batch, one free symbol for all; the outputs that have it too are served.
+`Archive` reads the zip file. Lower bounds for a step, its operations and bytes read, are computed from the graph.
 """
 
 from __future__ import annotations
@@ -46,6 +45,33 @@ _MAX_JSON_BYTES = 256 * 2**20  # limit for a graph: a thousand layers take about
 # and ciphers.
 _DAMAGE_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile)
 _SAVE_AGAIN = "Save it again with torch.export.save of torch 2.10 or newer"
+_ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("uint8", "int8", "bool"), 1),
+    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "float32"), 4),
+    **dict.fromkeys(("int64", "float64"), 8),
+}
+# torch's dtype names to those of the Open Inference Protocol.
+DATATYPES: Mapping[str, str] = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float32": "FP32",
+    "float64": "FP64",
+}
+_SYMBOL = re.compile(r"[A-Za-z_]\w*")
+_EVAL_HINT = "Was the model in eval() when it was exported?"
+_EXPORT_EXAMPLE = (
+    'torch.export.export(model.eval(), (example,), dynamic_shapes={"NAME": {0: torch.export.Dim("batch", min=1, max=1024)}}), '
+    "with at least two rows in the example"
+)
+CONVOLUTIONS = frozenset(f"torch.ops.aten.{name}.default" for name in ("conv1d", "conv2d", "conv3d", "convolution"))
+_TRANSPOSED_POSITION = 6  # position of `transposed` among a convolution's arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +86,6 @@ class StoredTensor:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of the view; 0 if a dimension is 0."""
         number = 1
         for size in self.shape:
             number *= size
@@ -68,7 +93,6 @@ class StoredTensor:
 
     @property
     def min_member_elements(self) -> int:
-        """Number of elements that the member must have at least."""
         if not self.num_elements:
             return 0
         return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + 1
@@ -95,19 +119,15 @@ class Archive:
         self._sizes = {member.filename.removeprefix(f"{self._root}/"): member.file_size for member in members}
 
     def close(self) -> None:
-        """Close the file."""
         self._zip.close()
 
     def names(self, folder: str) -> list[str]:
-        """Return the members below a folder, without the folder's name, sorted."""
         return sorted(name.removeprefix(folder) for name in self._sizes if name.startswith(folder))
 
     def has(self, name: str) -> bool:
-        """Return True if the archive has this member."""
         return name in self._sizes
 
     def size(self, name: str) -> int:
-        """Return the bytes of a member."""
         return self._sizes[name]
 
     def read(self, name: str) -> bytes:
@@ -120,7 +140,6 @@ class Archive:
             raise CheckpointInvalid(f"{self.path.name}: {name} is damaged: {error}.") from error
 
     def read_json(self, name: str) -> Mapping[str, Any]:
-        """Return a member that is a JSON object."""
         if self._sizes.get(name, 0) > _MAX_JSON_BYTES:
             raise CheckpointInvalid(f"{self.path.name}: {name} is larger than the limit for a graph.")
         try:
@@ -132,11 +151,7 @@ class Archive:
         return values
 
     def stored_tensors(self, kind: str, model: str) -> dict[str, StoredTensor]:
-        """Return the tensors of `kind` (weights or constants) by name.
-
-        Raises:
-            CheckpointInvalid: A tensor could be read only by running code.
-        """
+        """Return the tensors of `kind` (weights or constants) by name. Raises `CheckpointInvalid` for code."""
         folder = f"data/{kind}/"
         if self.has(f"{folder}{model}.pt"):
             raise CheckpointInvalid(
@@ -170,40 +185,11 @@ class Archive:
         return stored
 
 
-_ITEM_BYTES: Mapping[str, int] = {
-    **dict.fromkeys(("uint8", "int8", "bool"), 1),
-    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "float32"), 4),
-    **dict.fromkeys(("int64", "float64"), 8),
-}
-
-
 def _static_size(size: Mapping[str, Any]) -> int:
     number = read_size(size)
     if not isinstance(number, int) or number < 0:
         raise ValueError(f"the size {number!r} of a stored tensor is not a number >= 0")
     return number
-
-
-# torch's dtype names to those of the Open Inference Protocol.
-DATATYPES: Mapping[str, str] = {
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "int8": "INT8",
-    "int16": "INT16",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float16": "FP16",
-    "bfloat16": "BF16",
-    "float32": "FP32",
-    "float64": "FP64",
-}
-_SYMBOL = re.compile(r"[A-Za-z_]\w*")
-_EVAL_HINT = "Was the model in eval() when it was exported?"
-_EXPORT_EXAMPLE = (
-    'torch.export.export(model.eval(), (example,), dynamic_shapes={"NAME": {0: torch.export.Dim("batch", min=1, max=1024)}}), '
-    "with at least two rows in the example"
-)
 
 
 @dataclass(frozen=True)
@@ -220,7 +206,6 @@ class ProgramCheckpoint:
 
     @property
     def min_rows(self) -> int:
-        """The fewest rows of a step."""
         return self.sizes.min_rows
 
     @property
@@ -230,25 +215,19 @@ class ProgramCheckpoint:
 
     @property
     def location(self) -> Path:
-        """Path of the archive."""
         return self.path
 
     @property
     def directory(self) -> Path:
-        """Directory of the archive."""
         return self.path.parent
 
     @property
     def name(self) -> str:
-        """Name of the model: the file's name without its suffix."""
         return self.path.stem
 
     @cached_property
     def linears(self) -> Mapping[str, str | None]:
-        """Weights [out, in] that only linear layers read, each with the name of its bias.
-
-        They are held in this package's forms.
-        """
+        """Weights [out, in] that only linear layers read, each with the name of its bias; held in our forms."""
         others = {ref for ref, where in _operand_uses(self.graph) if where != (LINEAR_TARGET, 1)}
         biases: dict[str, set[str | None]] = {}
         for node in self.graph.nodes:
@@ -264,7 +243,6 @@ class ProgramCheckpoint:
         }
 
     def _can_pack(self, weight: str, biases: set[str | None]) -> bool:
-        """Return True for a floating-point matrix with exactly one bias, or without bias."""
         states, bias = self.states, next(iter(biases))
         floating = weight in states and states[weight].dtype in ("float32", "float16", "bfloat16")
         return floating and len(states[weight].shape) == 2 and len(biases) == 1 and (bias is None or bias in states)
@@ -275,10 +253,7 @@ class ProgramCheckpoint:
         return hashlib.sha256(repr((self.graph, self.states, self.min_rows, self.max_rows)).encode()).hexdigest()
 
     def needs(self) -> Needs:
-        """Return the program's requirements, from which the plan is made.
-
-        Weights of linear layers are counted in the served precision, everything else as FP32.
-        """
+        """Return the program's requirements, with everything but weights of linear layers as FP32."""
         sizes = {ref: stored.num_elements for ref, stored in self.states.items()}
         linear_elements = sum(sizes[ref] for ref in self.linears)
         other_bytes = 4 * (sum(sizes.values()) - linear_elements)
@@ -305,12 +280,7 @@ class ProgramCheckpoint:
 
 
 def open_program(path: Path) -> ProgramCheckpoint:
-    """Read and check everything except the weights' values.
-
-    Raises:
-        CheckpointInvalid: Something is missing, damaged or not supported.
-        OSError: The file cannot be read.
-    """
+    """Read and check everything except the weights' values. Raises `CheckpointInvalid` or `OSError`."""
     check_not_lfs_pointer(path)
     archive = Archive(path)
     try:
@@ -397,7 +367,6 @@ def _specs(specs: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _state_name(kind: str, content: Mapping[str, Any]) -> str | None:
-    """Return the stored tensor's name for an input of the graph, or None if the caller provides the input."""
     names = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}
     if kind in names:
         return str(content[names[kind]])
@@ -407,7 +376,6 @@ def _state_name(kind: str, content: Mapping[str, Any]) -> str | None:
 
 
 def _batch_symbol(graph: Graph, user_inputs: list[str]) -> str:
-    """Return the symbol of the batch, the first dimension of all inputs."""
     if not user_inputs:
         raise CheckpointInvalid("The program takes no input.")
     firsts = {name: (*graph.values[name].shape, None)[0] for name in user_inputs}
@@ -427,7 +395,6 @@ def _batch_symbol(graph: Graph, user_inputs: list[str]) -> str:
 
 
 def _sizes(values: Mapping[str, Any], graph: Graph, user_inputs: Sequence[str], batch: str) -> ProgramSizes:
-    """Return what the archive says of the sizes of the inputs."""
     ranges = values.get("range_constraints") or {}
     low, high = read_range(ranges.get(batch))
     forms = {
@@ -454,16 +421,12 @@ def _sizes(values: Mapping[str, Any], graph: Graph, user_inputs: Sequence[str], 
 
 
 def _example(sizes: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
-    """Return the sizes of an input with which the program was exported, without the batch; None if one is not stated."""
     found = [size.get("as_int", ((size.get("as_expr") or {}).get("hint") or {}).get("as_int")) for size in sizes]
     return tuple(found) if all(isinstance(size, int) for size in found) else None
 
 
 def _output_indices(graph: Graph, specs: Any) -> list[int]:
-    """Return the indices of the graph's outputs that the caller receives.
-
-    A program that changes its stored tensors is refused: requests would change each other's results.
-    """
+    """Return the graph's outputs that the caller receives. A program that changes its tensors is refused."""
     found = []
     for index, (kind, content) in enumerate(_specs(specs)):
         if kind == "user_output" and isinstance(read_argument(content["arg"]), Ref):
@@ -487,7 +450,6 @@ def _spec(name: str, value: TensorMeta, sample: tuple[int, ...] = ()) -> TensorS
 
 
 def _operand_uses(graph: Graph) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield each name with the operation and the argument position at which it is read."""
     for node in graph.nodes:
         for place, argument in enumerate((*node.arguments, *node.keywords.values())):
             yield from ((ref.name, (node.target, place)) for ref in refs(argument))
@@ -499,29 +461,18 @@ def _ref_name(argument: Any) -> str | None:
 
 
 def _linear_operands(names: list[str | None]) -> tuple[str | None, str | None, str | None]:
-    """Return x, weight and bias of a linear operation."""
     x, weight, bias = (*names, None, None, None)[:3]
     return x, weight, bias
 
 
-CONVOLUTIONS = frozenset(f"torch.ops.aten.{name}.default" for name in ("conv1d", "conv2d", "conv3d", "convolution"))
-_TRANSPOSED_POSITION = 6  # position of `transposed` among a convolution's arguments
-
-
 def operations_per_row(checkpoint: ProgramCheckpoint, free_size: int) -> float:
-    """Return the operations of linear layers and convolutions per row: twice their multiply-adds.
-
-    Dynamic dimensions other than the batch are taken as `free_size`.
-    """
+    """Return twice the multiply-adds per row; other dynamic dimensions than the batch are `free_size`."""
     first = checkpoint.graph.values[checkpoint.signature.inputs[0].name].shape[0]
     return _graph_operations(checkpoint.graph, DimensionValues(first, free_size))
 
 
 def read_bytes(checkpoint: ProgramCheckpoint, precision: str) -> int:
-    """Return the bytes of the weights of linear layers and convolutions as they are held.
-
-    Embedding tables are left out, since a step reads only some of their rows.
-    """
+    """Return the bytes of the held weights of linear layers and convolutions, without embedding tables."""
     in_forms = {"fp32": 4, "bf16": 2, "int8": 1}[precision]
     nodes = (node for node in checkpoint.graph.nodes if node.target in CONVOLUTIONS and len(node.arguments) > 1)
     weights = (node.arguments[1] for node in nodes)
@@ -539,7 +490,6 @@ class DimensionValues:
     free: int
 
     def product(self, shape: Sequence[int | str]) -> int:
-        """Return the number of elements of a shape."""
         return math.prod(map(self._of, shape))
 
     def _of(self, size: int | str) -> int:

@@ -1,7 +1,7 @@
-"""Reads and validates headers of safetensors files, which are untrusted. Torch is not needed.
+"""Reads and validates headers of safetensors files, which are untrusted.
 
-The format: 8 bytes little-endian length, that many bytes of JSON (name to dtype, shape, offsets), then the tensors,
-end to end. A weight that torchao quantized is stored as several tensors, with its attributes in the header's metadata.
+The format: 8 bytes little-endian length, that many bytes of JSON (name to dtype, shape, offsets), then the tensors, end
+to end. A weight that torchao quantized is stored as several tensors, with its attributes in the header's metadata.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ DTYPE_BYTES: Mapping[str, int] = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the format's limit
+# Tensor classes of torchao whose codes have the weight's shape, so that any rows can be dequantized on any machine.
+QUANTIZED_KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
+_WEIGHT_PARTS = {"qdata", "scale", "zero_point"}
+_VALUE_DTYPES: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,10 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Number of stored bytes."""
         return self.end - self.start
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -60,8 +62,8 @@ class EncodedEntry(TensorEntry):
 class QuantizedEntry(EncodedEntry):
     """A weight that torchao quantized; the location is that of its codes.
 
-    `attributes` is torchao's JSON text, in which `kind` names one of `QUANTIZED_KINDS`. `parts` are the tensors that it
-    consists of, by torchao's names.
+    `attributes` is torchao's JSON text, in which `kind` names one of `QUANTIZED_KINDS`. `parts` are its tensors, by
+    torchao's names.
     """
 
     kind: str
@@ -70,7 +72,6 @@ class QuantizedEntry(EncodedEntry):
 
     @property
     def nbytes(self) -> int:
-        """Number of stored bytes of all parts."""
         return sum(part.end - part.start for _, part in self.parts)
 
 
@@ -86,19 +87,11 @@ class RearrangedEntry(EncodedEntry):
     transposed: bool = False
 
 
-# Tensor classes of torchao whose codes have the weight's shape, so that any rows can be dequantized on any machine.
-QUANTIZED_KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
-_WEIGHT_PARTS = {"qdata", "scale", "zero_point"}
-_VALUE_DTYPES: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-
 def join_quantized(found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors with those that torchao quantized joined to one entry each.
 
-    transformers stores the parts of `a.b.weight` as `a.b._weight_qdata`, `a.b._weight_scale` and so on.
-
-    Raises:
-        CheckpointInvalid: The metadata is damaged, parts are missing, or the format cannot be served.
+    transformers stores the parts of `a.b.weight` as `a.b._weight_qdata`, `a.b._weight_scale` and so on. Raises
+    `CheckpointInvalid`.
     """
     joined, metadata = dict(found), dict[str, str]()
     for file in sorted({entry.file for entry in found.values()}):
@@ -142,7 +135,6 @@ def _attributes(text: str) -> dict[str, Any]:
 
 
 def _read_metadata(file: Path) -> dict[str, str]:
-    """Return the metadata of a file whose header was checked before."""
     with BufferedReader(open_regular(file)) as stream:
         header = _objects(file, stream.read(int.from_bytes(stream.read(8), "little")))
     values = header.get("__metadata__")
@@ -151,11 +143,7 @@ def _read_metadata(file: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Return the location of every tensor by name.
-
-    Raises:
-        CheckpointInvalid: The file is damaged, truncated or not in this format.
-    """
+    """Return the location of every tensor by name. Raises `CheckpointInvalid`."""
     size = file.stat().st_size
     with BufferedReader(open_regular(file)) as stream:
         length = int.from_bytes(stream.read(8), "little")

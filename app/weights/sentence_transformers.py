@@ -1,7 +1,6 @@
 """Configuration files of sentence-transformers: pooling, maximum length and prompts of an encoder.
 
-`modules.json` lists the modules that a text passes through. An unsupported module is refused by name, since
-ignoring it would give other vectors.
+An unsupported module of `modules.json` is refused, since ignoring it would give other vectors.
 """
 
 from __future__ import annotations
@@ -47,11 +46,7 @@ class SentenceModule:
 
 
 def read_sentence_config(directory: Path) -> SentenceConfig:
-    """Read the configuration of sentence-transformers in a checkpoint directory.
-
-    Raises:
-        CheckpointInvalid: The vectors would differ from those of sentence-transformers.
-    """
+    """Read the configuration in a checkpoint directory. Raises `CheckpointInvalid` if vectors would differ."""
     longest = _max_tokens(directory)
     if not (directory / MODULES).exists():
         return SentenceConfig(max_tokens=longest)
@@ -90,12 +85,7 @@ def _transformer_config(directory: Path) -> ConfigReader:
 
 
 def read_modules(directory: Path) -> list[SentenceModule]:
-    """Return the modules that modules.json lists, in order.
-
-    Raises:
-        CheckpointInvalid: The file is damaged, or a folder is not one of this directory.
-        OSError: It cannot be read.
-    """
+    """Return the modules that modules.json lists, in order. Raises `CheckpointInvalid` or `OSError`."""
     listed = read_json(file_in(directory, MODULES))
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise CheckpointInvalid(f"{MODULES} must hold a list of objects.")
@@ -138,7 +128,6 @@ def _pooling(directory: Path, modules: Sequence[SentenceModule], config: ConfigR
 
 
 def _read_prompts(config: ConfigReader) -> tuple[Mapping[str, str], str | None]:
-    """Return the prompts by name, and the name of the one that is put before texts unless another is asked for."""
     prompts = config.section("prompts").values
     if not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointInvalid(f"{config.where}: prompts must map names to texts.")

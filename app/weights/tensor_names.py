@@ -1,7 +1,6 @@
-"""Maps the tensor names of a checkpoint to this package's names.
+"""Maps the tensor names of a checkpoint to this package's names: prefixes, layouts and fused tensors.
 
-It handles the prefixes and layouts of all families, and fused tensors. A part of a fused tensor is a range of its
-rows, so the header alone is enough: nothing is read or copied.
+A part of a fused tensor is a range of its rows, so the header alone is enough.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ _HARMLESS = re.compile(
 class RenamedTensors:
     """Tensors by this package's names.
 
-    `unused` are the stored names of unused tensors. `stored_names` maps each of this package's names to the name in
-    the file, or to the one it would have.
+    `unused` are the stored names of unused tensors. `stored_names` maps each of this package's names to the name in the
+    file, or to the one it would have.
     """
 
     tensors: dict[str, TensorEntry]
@@ -69,10 +68,7 @@ def rename_tensors(found: Mapping[str, TensorEntry], config: EncoderConfig) -> R
 
 
 def _decoder_names(found: Mapping[str, TensorEntry]) -> RenamedTensors:
-    """Map the names of a decoder that is served for its hidden states.
-
-    Saved alone it has no prefix; saved with a head it has one. Missing and extra tensors are found later.
-    """
+    """Map the names of a decoder served for its hidden states, saved with or without a head and its prefix."""
     prefix = "" if any(name.startswith(DECODER_PREFIX) for name in found) else DECODER_PREFIX
     tensors, spare = {}, []
     for name, entry in found.items():
@@ -102,14 +98,12 @@ def _encoder_names(found: Mapping[str, TensorEntry], config: EncoderConfig) -> R
 
 
 def _canonical_name(name: str, prefixes: tuple[str, ...]) -> str:
-    """Return the name without the base model's prefix, with the usual names for a norm's tensors."""
     name = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
     head, _, kind = name.rpartition(".")
     return f"{head}.{_OLD_NORM_NAMES[kind]}" if kind in _OLD_NORM_NAMES else name
 
 
 def fused_part(entry: TensorEntry, stored: StoredName) -> TensorEntry:
-    """Return the rows of one of several tensors that are fused into one."""
     if stored.parts == 1:
         return entry
     if not entry.shape or entry.shape[0] % stored.parts:
@@ -163,12 +157,10 @@ def has_own_head(found: Mapping[str, TensorEntry], config: ModelConfig) -> bool:
 
 
 def _stored_parts(entry: TensorEntry) -> list[TensorEntry]:
-    """Return the stored tensors of which a weight consists."""
     return [part for _, part in entry.parts] if isinstance(entry, PackedEntry | QuantizedEntry) else [entry]
 
 
 def _differ(one: TensorEntry, other: TensorEntry) -> bool:
-    """Return True if two stored tensors have different types, shapes or bytes."""
     if (one.dtype, one.shape, one.nbytes) != (other.dtype, other.shape, other.nbytes):
         return True
     with one.file.open("rb") as first, other.file.open("rb") as second:
@@ -181,7 +173,6 @@ def _differ(one: TensorEntry, other: TensorEntry) -> bool:
 def _separate_tensors(
     found: Mapping[str, TensorEntry], config: ModelConfig
 ) -> Iterator[tuple[str, str | None, TensorEntry]]:
-    """Yield the stored name, our name, and the entry of each tensor; those of single experts are parts of others."""
     for stored, entry in found.items():
         ours = our_name(config, stored)
         parts = [] if ours is None or isinstance(entry, EncodedEntry) else expert_parts(config, ours, entry.shape)
@@ -192,7 +183,6 @@ def _separate_tensors(
 
 
 def _expert_part(entry: TensorEntry, part: ExpertPart) -> TensorEntry:
-    """Return the entry of an expert's tensor, from that of all experts."""
     nbytes, shape = entry.nbytes // entry.shape[0], entry.shape[1:]
     whole = replace(entry, shape=shape, start=entry.start + part.expert * nbytes)
     whole = replace(whole, end=whole.start + nbytes)

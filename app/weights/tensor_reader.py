@@ -1,8 +1,7 @@
 """Reads a checkpoint's tensors from memory-mapped files: without a copy, some rows at a time, or whole.
 
-The mapping is private and read-only: nothing can write to the checkpoint, and the kernel may drop its pages at any
-time. `check_values` refuses weights that are not finite, and those beyond FP16's maximum of 65,504, which checkpoints
-made in BF16 may exceed.
+The mapping is private and read-only. `check_values` refuses weights that are not finite, and in FP16 those beyond its
+maximum of 65,504.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ _COPY_BYTES = 8 * 2**20  # bytes of source pages held while a tensor is converte
 # Bytes read at a time. Each thread holds one block, and while it quantizes the block its values in FP32 and its codes:
 # with 4 MiB, two threads held up to 34 MB beside the weights, with 2 MiB 20 MB; packing took as long.
 _BLOCK_BYTES = 2 * 2**20
+_FP16_MAX = torch.finfo(torch.float16).max
 
 
 class MappedFiles:
@@ -70,7 +70,6 @@ class MappedFiles:
         return values
 
     def _decoded(self, entry: EncodedEntry, row: int, end: int) -> Tensor:
-        """Return the values of rows `[row, end)`, in the dtype of the entry."""
         if isinstance(entry, QuantizedEntry):
             parts = {name: self.tensor(part) for name, part in entry.parts}
             with raise_kernel_errors_as(CheckpointInvalid):
@@ -84,7 +83,6 @@ class MappedFiles:
         return values - entry.added if entry.added else values
 
     def _rearranged(self, entry: RearrangedEntry, row: int, end: int) -> Tensor:
-        """Return rows `[row, end)` of a tensor that is stored in another order."""
         source = self.span(entry.source, entry.source.shape)
         rows = source.T if entry.transposed else source.reshape(-1, *entry.shape[1:])
         return rows[row:end] if entry.rows is None else rows[torch.tensor(entry.rows[row:end])]
@@ -96,10 +94,7 @@ class MappedFiles:
         return stored[rows].reshape(-1, TYPES[entry.kind].nbytes)
 
     def span(self, first: TensorEntry, shape: tuple[int, ...]) -> Tensor:
-        """Return a view of this shape that starts at the first entry.
-
-        It covers the entry itself, or several entries that are stored end to end.
-        """
+        """Return a view of this shape that starts at the first of entries that are stored end to end."""
         dtype, count = _PART_DTYPES[first.dtype], 1
         for size in shape:
             count *= size
@@ -115,8 +110,8 @@ class MappedFiles:
     def read(self, entry: TensorEntry, row: int, target: Tensor) -> None:
         """Copy rows of a 2-D tensor into `target`, starting at `row`, and convert their dtype if needed.
 
-        The rows are read, not accessed through the mapping: a page table entry for each 4 KiB costs more than the
-        copy (2.4 GB took 1.6 s mapped and 0.3 s read).
+        The rows are read, not accessed through the mapping: a page table entry for each 4 KiB costs more than the copy
+        (2.4 GB took 1.6 s mapped and 0.3 s read).
         """
         rows, columns = target.shape
         if isinstance(entry, EncodedEntry):
@@ -136,27 +131,20 @@ class MappedFiles:
             target.copy_(buffer)
 
     def fetch(self, file: Path, start: int, end: int) -> None:
-        """Read these bytes ahead of a kernel that accesses them in blocks.
-
-        This takes one call per 8 MiB instead of a page fault per 16 pages.
-        """
+        """Read these bytes ahead of a kernel, one call per 8 MiB instead of a page fault per 16 pages."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         for at in range(first, end, _FETCH_BYTES):
             if not advise(self._map(file), "MADV_POPULATE_READ", at, min(_FETCH_BYTES, end - at)):
                 return  # an older kernel does not support it; page faults do the same, slower
 
     def drop(self, file: Path, start: int, end: int) -> None:
-        """Release the pages that are completely within `[start, end)` of the file.
-
-        Reading them again works and costs a page fault.
-        """
+        """Release the pages within `[start, end)` of the file; reading them again costs a page fault."""
         page = mmap.PAGESIZE
         first, last = -(-start // page) * page, end // page * page
         if first < last:
             advise(self._map(file), "MADV_DONTNEED", first, last - first)
 
     def close(self) -> None:
-        """Close the files that `read` opened; mapped tensors stay valid."""
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
@@ -185,11 +173,9 @@ class TensorReader:
         self._local = threading.local()
 
     def entries(self, sources: Sequence[str], kind: str = "weight") -> list[TensorEntry]:
-        """Return the entries of a layer's source tensors."""
         return [self.tensors[f"{source}.{kind}"] for source in sources]
 
     def stored(self, entry: TensorEntry) -> Tensor:
-        """Return the tensor as stored, mapped."""
         return self.files.tensor(entry)
 
     def resident(self, entry: TensorEntry, device: torch.device | None) -> Tensor:
@@ -204,10 +190,9 @@ class TensorReader:
         return table
 
     def row_blocks(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, rows) of the stacked entries, as stored.
+        """Yield (first row, rows) of the stacked entries, as stored; each is valid until the next.
 
-        Each is valid until the next, which reuses the buffer. The buffer fits the processor's cache: neither whole
-        tensors nor mapped pages are held.
+        The buffer fits the processor's cache: neither whole tensors nor mapped pages are held.
         """
         first = 0
         for entry in entries:
@@ -250,8 +235,7 @@ class TensorReader:
     def whole(self, entries: Sequence[TensorEntry], dtype: torch.dtype, keep: bool) -> tuple[Tensor, bool]:
         """Return the stacked entries in `dtype`, and True if they are a view of the mapped file.
 
-        That is so if they are stored end to end in this dtype. With `keep`, the shared buffer is not used, since
-        the caller will hold the tensor.
+        That is so if they are stored end to end in this dtype. With `keep`, the shared buffer is not used.
         """
         shape = (sum(entry.shape[0] for entry in entries), entries[0].shape[1])
         encoded = any(isinstance(entry, EncodedEntry) for entry in entries)
@@ -266,16 +250,13 @@ class TensorReader:
         return weight, False
 
     def bias(self, sources: Sequence[str], dtype: torch.dtype) -> Tensor:
-        """Return the concatenated biases in `dtype`."""
         return torch.cat([self.stored(entry).to(dtype) for entry in self.entries(sources, "bias")])
 
     def drop(self, entries: Sequence[TensorEntry]) -> None:
-        """Release the mapped pages of the entries."""
         for entry in entries:
             self.files.drop(entry.file, entry.start, entry.end)
 
     def close(self) -> None:
-        """Close the files; mapped tensors stay valid."""
         self.files.close()
 
     def _buffer_view(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -315,9 +296,6 @@ def _are_contiguous(entries: Sequence[TensorEntry]) -> bool:
     )
 
 
-_FP16_MAX = torch.finfo(torch.float16).max
-
-
 def largest_magnitude(values: Tensor) -> float:
     """Return the largest magnitude of the values; NaN if one is NaN, 0 if there are none."""
     if not values.numel():
@@ -327,7 +305,6 @@ def largest_magnitude(values: Tensor) -> float:
 
 
 def weight_not_finite(name: str) -> CheckpointInvalid:
-    """Return the error of a tensor with a value that is not finite."""
     return CheckpointInvalid(
         f"The tensor {name} has a value that is NaN or infinite, so the model cannot compute: the file is damaged, or the "
         "training had diverged. Fetch or export the checkpoint again."
@@ -335,12 +312,7 @@ def weight_not_finite(name: str) -> CheckpointInvalid:
 
 
 def check_values(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Check values that are converted to `dtype`.
-
-    Raises:
-        CheckpointInvalid: A value is not finite.
-        PlanImpossible: `dtype` is FP16 and a value does not fit it.
-    """
+    """Raise `CheckpointInvalid` for a value that is not finite, `PlanImpossible` if it does not fit FP16."""
     largest = largest_magnitude(values)
     if not largest < torch.inf:
         raise weight_not_finite(name)
@@ -352,11 +324,7 @@ def check_values(name: str, values: Tensor, dtype: torch.dtype) -> None:
 
 @contextmanager
 def explaining_values_not_finite(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn the failure of a step or of a quantization into the reason that the checkpoint has for it.
-
-    Raises:
-        CheckpointInvalid: A step failed, or a quantization because a weight is not finite.
-    """
+    """Turn the failure of a step or a quantization into `CheckpointInvalid` if a weight is not finite."""
     try:
         yield
     except StepFailed:
@@ -378,7 +346,6 @@ def _numbers_unusable(checkpoint: Checkpoint) -> CheckpointInvalid:
 
 
 def _tensor_not_finite(tensors: Mapping[str, TensorEntry]) -> str | None:
-    """Return the name of the first tensor with a NaN or an infinite value; None if there is none."""
     with closing(TensorReader(tensors)) as reader:
         for name, entry in tensors.items():
             blocks = (

@@ -17,7 +17,7 @@ from app.engine.decoder.engine import DecoderEngine
 from app.hardware.facts import Facts
 from app.hardware.step_times import MIN_PREFILL_TOKENS
 from app.messages import Abort, Generate, LoadedAdapter, RequestFailed, SamplingParams
-from app.models.decoders.layers.layer import MixtureOfExperts
+from app.models.decoders.layers import MixtureOfExperts
 from armature_bench.console import MeasurementFailed
 from armature_bench.http.workload import TokenPrompts
 from armature_kernels.ceilings import cache_bytes

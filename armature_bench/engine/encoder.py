@@ -23,8 +23,7 @@ from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import StepTimeTable
 from app.messages import ArraysReady, Encode, Event, Text
-from app.metrics.stats import StepStats
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepStats, StepTimeModel
 from app.models.encoders.config import EncoderConfig, encoder_products_of
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint

@@ -20,7 +20,7 @@ from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import StepTimeTable
 from app.messages import Array, Infer, Signature
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from app.models.program_graph import SAMPLE_SIZE
 from app.weights.program import ProgramCheckpoint, operations_per_row, read_bytes
 from armature_bench.console import BenchOutcome, Figure, MeasurementFailed, percentile, progress

@@ -28,10 +28,8 @@ from app.hardware.probe.host_files import HostFiles
 from app.hardware.step_times import StepTimeTable
 from app.metrics.gauges import throttled_seconds
 from app.metrics.instruments import Metrics
-from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
-from app.metrics.stats import EngineSnapshot, StepStats
 from app.metrics.step_monitor import SlowStepDetector, StepMonitor, first_touch_seconds
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import EngineSnapshot, ExpectedSpeed, SpeedDrift, StepStats, StepTimeModel
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
@@ -190,12 +188,11 @@ class StepInstruments:
         self.watch = StepMonitor(self.metrics)
         self._model = StepTimeModel(STEP_TIMES)
         self.watch.watch_drift(SpeedDrift(self._model, ExpectedSpeed({}, {})))
-        garbage = self.watch.gc_control
         cpu_stat = find_cpu_stat(HostFiles(Path("/")))
         self.watch.watch_slow_steps(
             SlowStepDetector(
                 self._model,
-                lambda: garbage.seconds,
+                self.watch.gc_control,
                 lambda: throttled_seconds(cpu_stat),
                 first_touch_seconds(),
             )

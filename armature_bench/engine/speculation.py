@@ -29,7 +29,7 @@ from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import StepTimeTable
 from app.messages import Event, Generate, RequestFailed, SamplingParams, TokenScore, TokensReady
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from app.weights.checkpoint import Checkpoint
 from armature_bench.console import AdvanceProgress, BenchOutcome, Figure, MeasurementFailed, progress
 from armature_bench.engine.driver import PROMPT_TOKENS

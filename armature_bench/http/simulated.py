@@ -23,7 +23,7 @@ from app.api.routing import ApiRuntime
 from app.messages import Abort, Command, Event, Generate, SequenceFinished, Stop, Timings, TokensReady
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 from app.server.app import create_app
 from app.server.process import SWITCH_SECONDS, server_config
 from app.service.served_model import ServedDecoder, ServingLimits

@@ -15,7 +15,7 @@ import numpy
 from app.errors import NotReady
 from app.messages import Timings
 from app.metrics.load_progress import LoadProgress
-from app.metrics.stats import EngineSnapshot, StepLog
+from app.metrics.steps import EngineSnapshot, StepLog
 from app.service.adapters import Adapters, AdapterStore
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, StreamEvent, TextDelta, Usage
 from app.service.served_model import ServedDecoder, ServingLimits, wrong_kind_error

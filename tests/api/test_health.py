@@ -7,7 +7,7 @@ import pytest
 
 from app.hardware.step_times import StepTimes, StepTimeTable
 from app.metrics.load_progress import LoadProgress
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 from tests.api.scripted_service import CountingMetrics, ScriptedService
 
 

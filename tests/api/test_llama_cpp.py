@@ -9,7 +9,7 @@ import pytest
 
 from app.errors import ContextLengthExceeded
 from app.messages import Timings
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 from app.service.requests import ChoiceFinished, GenerationRequest, ScoredToken, TextDelta, Usage
 from tests.api.scripted_service import CountingMetrics, ScriptedService, events
 

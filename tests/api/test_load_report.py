@@ -12,7 +12,7 @@ import pytest
 
 from app.api.server.load_report import best_rate, utilization
 from app.metrics.instruments import Metrics
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 from tests.api.scripted_service import ScriptedService, events
 
 CAPACITY = {"prefill": {64: 1000.0, 512: 4000.0}, "decode": {1: 50.0, 8: 200.0}}

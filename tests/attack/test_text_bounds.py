@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Inner
 import small_tokenizers
 from app.errors import ContextLengthExceeded, InvalidRequest
 from app.messages import SamplingParams
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 from app.service.encode import tokenize_texts
 from app.service.engine_client import EngineClient, TextPool
 from app.service.prompt import tokenize_prompt

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
-from app.metrics.stats import Cause
+from app.metrics.steps import Cause
 from app.version import VERSION
 from armature_bench.compare import loads
 from armature_bench.compare import measure as measuring

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from app.hardware import power_sources
+from app.hardware import power
 from app.hardware.facts import PowerCounter, PowerMeter
 from tests.live.live_server import LiveServer, live, until
 from tiny_encoders import Modules, write_encoder
@@ -79,7 +79,7 @@ def test_vectors_by_the_counter_of_a_machine_that_has_one(
     """A counter that is moved by hand, past its end."""
     counter = PowerCounter("package-0", str(tmp_path / "energy_uj"), "energy", wraps_at=262_143_328_850)
     monkeypatch.setattr(
-        power_sources, "find_power_meter", lambda files: PowerMeter("rapl", (counter,), "The processor's own counters.")
+        power, "find_power_meter", lambda files: PowerMeter("rapl", (counter,), "The processor's own counters.")
     )
     Path(counter.file).write_text("262143000000")
     directory = write_encoder(tmp_path_factory.mktemp("encoders") / "embedder", "BertModel", modules=Modules())

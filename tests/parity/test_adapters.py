@@ -20,8 +20,7 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.messages import Generate, LoadedAdapter, RequestFailed, SamplingParams, SetAdapter, TokensReady
 from app.models.decoders.decoder import Decoder
 from app.models.decoders.stored import is_transposed, our_name

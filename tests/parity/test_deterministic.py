@@ -16,8 +16,7 @@ from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import max_decode_queries

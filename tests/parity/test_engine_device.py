@@ -18,8 +18,7 @@ from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.messages import Abort, Generate, SequenceFinished, TokensReady
 from device_engine import EOS, MAX_LEN, SLOTS, DelayedSimulatedDevice, DeviceServed, Said, prompt_of, request_of
 from loaded_models import load

@@ -18,10 +18,9 @@ from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.messages import Abort, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
-from app.metrics.stats import StepStats
+from app.metrics.steps import StepStats
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
 

@@ -18,7 +18,7 @@ from app.engine.decoder import prompt_cache
 from app.engine.decoder.prompt_cache import PrefixFiles, PromptCache
 from app.hardware.step_times import StepTimeTable
 from app.messages import Generate, LoadedAdapter
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from hypothesis_examples import examples
 from loaded_models import load
 from tests.parity.test_speculation_exact import MAX_LEN, Engine, prompt_of, request_of, tokens_of

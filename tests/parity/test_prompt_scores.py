@@ -21,8 +21,7 @@ from app.engine.sampling.sampler import MAX_SCORED_ROWS, Sampler
 from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import NgramDrafter, Speculation
 from app.messages import (
     Event,

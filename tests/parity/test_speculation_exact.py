@@ -23,11 +23,10 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Grammars, Sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import NgramDrafter, Speculation
 from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokenLogprob, TokensReady
-from app.metrics.stats import StepStats
+from app.metrics.steps import StepStats
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import max_decode_queries
 from armature_kernels.native.arguments import OpCode

@@ -22,10 +22,9 @@ from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.scheduler.batch import Batch, InFlightStep, ScheduledSpan
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
-from app.metrics.stats import StepStats
+from app.metrics.steps import StepStats
 from simulated_device import SimulatedDeviceBackend
 
 MAX_LEN, SLOTS, EOS = 160, 12, 1

@@ -13,8 +13,7 @@ from app.engine.decoder.engine import DecoderEngine
 from app.engine.scheduler.batch import Batch, Sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import Speculation
 from app.messages import (
     Event,
@@ -26,7 +25,7 @@ from app.messages import (
     TokenScore,
     TokensReady,
 )
-from app.metrics.stats import StepStats
+from app.metrics.steps import StepStats
 from tracking_runner import (
     EOS,
     VOCABULARY,

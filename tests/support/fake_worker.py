@@ -24,7 +24,7 @@ from app.messages import (
     TokensReady,
 )
 from app.metrics.instruments import Metrics
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 from app.service.engine_client import EngineClient
 from app.service.generate import OpenGeneration
 from app.service.prompt import read_prompt

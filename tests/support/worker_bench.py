@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 from app.engine.worker import Callbacks, Engine, Worker
 from app.messages import Event, Generate, SamplingParams
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 from engine_simulation import Simulation
 
 PATIENCE_SECONDS = 10.0  # a hang becomes a red test

@@ -40,7 +40,7 @@ from app.messages import (
     TokenScore,
     TokensReady,
 )
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 
 
 def test_the_defaults_are_neutral_and_valid() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from app.server.prepare import Prepared, calibrate, prepare
 from app.settings import load_settings
 from app.version import VERSION

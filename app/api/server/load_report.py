@@ -16,7 +16,7 @@ from app.api.access import header
 from app.api.openai.schemas import OPENAI_ERRORS
 from app.api.routing import ApiCall, ApiRuntime, Dialect
 from app.api.server.schemas import LoadsResponse, RankLoad
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 from app.version import VERSION
 
 ASKED, REPORTED = b"endpoint-load-metrics-format", b"endpoint-load-metrics"

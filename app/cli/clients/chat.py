@@ -1,7 +1,6 @@
 """`armature chat`: a conversation in a terminal, or one prompt from an argument or a pipe.
 
-The answer goes to standard output, everything else to standard error. On a terminal, control characters of an answer
-are left out: it is not trusted.
+The answer goes to standard output, everything else to standard error. Control characters of an answer are left out.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class AnswerPrinter:
         self._at_line_start = True
 
     def write(self, part: str, is_reasoning: bool) -> None:
-        """Write one part."""
         if is_reasoning and not self._shows_reasoning:
             return
         if self._reasons and not is_reasoning:
@@ -68,7 +66,6 @@ class AnswerPrinter:
         self._write(part)
 
     def end(self) -> None:
-        """End the line, if the answer did not."""
         if not self._at_line_start:
             self._reasons = False
             self._write("\n")
@@ -85,11 +82,7 @@ class AnswerPrinter:
 
 
 class WordWrap:
-    """Breaks lines between words while text arrives in parts of any size.
-
-    A word that reaches the terminal's edge is erased there and written again on the next line. A word that is longer
-    than a line is left to the terminal.
-    """
+    """Breaks lines between words while text arrives in parts; a word at the terminal's edge is written again."""
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
@@ -122,8 +115,6 @@ class WordWrap:
 
 
 class LineReader:
-    """Reads messages from a terminal, with the editing and the history of this session that readline has."""
-
     def __init__(self, commands: tuple[str, ...]) -> None:
         self._has_editing = sys.stdin.isatty() and sys.stdout.isatty()
         if self._has_editing:
@@ -131,11 +122,7 @@ class LineReader:
                 _complete_commands(commands)
 
     def read(self) -> str:
-        """Return one message; a line that ends with a backslash goes on in the next one.
-
-        Raises:
-            EOFError: The input has ended.
-        """
+        """Return one message; a line that ends with a backslash goes on. Raises `EOFError`."""
         lines = [self._line(PROMPT)]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
@@ -154,7 +141,6 @@ class LineReader:
 
 
 def _complete_commands(commands: tuple[str, ...]) -> None:
-    """Let the tab key complete commands and names of parameters."""
     import readline
 
     def complete(text: str, state: int) -> str | None:
@@ -170,18 +156,12 @@ def _complete_commands(commands: tuple[str, ...]) -> None:
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation with one server, and how it is shown."""
-
     server: ServerConnection
     conversation: Conversation
     has_stats: bool = False
 
     def answer(self, text: str) -> StreamedAnswer:
-        """Ask, and print the answer as it arrives. What arrived before a Ctrl-C stays in the conversation.
-
-        Raises:
-            ServerRefused: No complete answer arrived; the message is then not part of the conversation.
-        """
+        """Ask, and print the answer as it arrives, until a Ctrl-C. Raises `ServerRefused` if it is incomplete."""
         answer, printer = StreamedAnswer(), AnswerPrinter(sys.stdout)
         is_refused = False
         try:
@@ -217,13 +197,11 @@ class Chat:
         return True
 
     def set_system(self, text: str) -> None:
-        """Set, remove or show the system message."""
         if text:
             self.conversation.system = "" if text == "off" else text
         _note(f"system message: {self.conversation.system or 'none'}")
 
     def set_parameter(self, text: str) -> None:
-        """Set one sampling parameter, or show all that are set."""
         if text:
             name, _, value = text.partition(" ")
             self.conversation.set(name, value.strip())
@@ -231,17 +209,14 @@ class Chat:
         _note(given or f"Nothing is set, so the server's defaults apply. There are: {', '.join(SAMPLING)}.")
 
     def toggle_stats(self, text: str) -> None:
-        """Show the speed of each answer, or no longer."""
         self.has_stats = not self.has_stats
         _note("The speed of each answer is shown." if self.has_stats else "The speed of answers is not shown.")
 
     def clear(self, text: str) -> None:
-        """Forget all messages."""
         self.conversation.messages.clear()
         _note("The conversation is empty.")
 
     def show_help(self, text: str) -> None:
-        """Show the commands."""
         _note(HELP)
 
 
@@ -283,7 +258,6 @@ def converse(chat: Chat) -> int:
 
 
 def _note(text: str) -> None:
-    """Print text for the user, which is no part of an answer, to standard error."""
     console = Console(stderr=True, highlight=False)
     console.print(Text(CONTROL.sub("", text), style="dim cyan"), soft_wrap=True)
 
@@ -298,11 +272,7 @@ class Conversation:
     sampling: dict[str, int | float] = field(default_factory=dict)
 
     def set(self, name: str, text: str) -> None:
-        """Set a sampling parameter; `off` leaves it to the server.
-
-        Raises:
-            SettingsInvalid: There is no such parameter, or it is no such number.
-        """
+        """Set a sampling parameter; `off` leaves it to the server. Raises `SettingsInvalid`."""
         if name not in SAMPLING:
             raise SettingsInvalid(f"There is no parameter {name!r}. There are: {', '.join(SAMPLING)}.")
         if text == "off":
@@ -315,7 +285,6 @@ class Conversation:
             raise SettingsInvalid(f"{name} is {kind} or off, not {text!r}.") from None
 
     def body(self, text: str) -> dict[str, Any]:
-        """Return the request for the answer to one more message."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return {
             "model": self.model,
@@ -326,7 +295,6 @@ class Conversation:
         }
 
     def add(self, text: str, answer: str) -> None:
-        """Add a message and its answer."""
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
 
@@ -343,11 +311,7 @@ class StreamedAnswer:
     last: float = 0.0
 
     def read(self, server: ServerConnection, body: dict[str, Any]) -> Generator[tuple[str, bool], None, None]:
-        """Yield the parts of the answer's text as they arrive, and whether a part is reasoning.
-
-        Raises:
-            ServerRefused: No complete answer arrived.
-        """
+        """Yield the parts of the answer's text, and whether each is reasoning. Raises `ServerRefused`."""
         with closing(server.events(CHAT_PATH, body)) as events:
             for event in events:
                 self.completion_tokens = (event.get("usage") or {}).get("completion_tokens", self.completion_tokens)

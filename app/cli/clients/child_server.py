@@ -1,7 +1,4 @@
-"""The process of a server that a command started for itself: `armature serve`, until standard input ends.
-
-No module imports this one: `own_server.py` runs it.
-"""
+"""The process of a server that `own_server.py` started: `armature serve`, until standard input ends."""
 
 from __future__ import annotations
 

@@ -21,13 +21,7 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def run_chat(settings: Settings, arguments: Namespace) -> int:
-    """Talk to the chosen server, or send it one prompt, and return the exit status.
-
-    Raises:
-        SettingsInvalid: The flags do not fit together, or there is no prompt.
-        ServerRefused: The server cannot be reached, or does not chat.
-        StartupError: The server that is started here cannot start.
-    """
+    """Talk to the chosen server, or send it one prompt, and return the exit status. Raises an `ArmatureError`."""
     conversation = Conversation("", arguments.system or "")
     for name in ("temperature", "max_tokens", "seed"):
         if getattr(arguments, name) is not None:
@@ -55,12 +49,7 @@ def _prompt(words: Sequence[str]) -> str | None:
 
 
 def run_top(settings: Settings, arguments: Namespace) -> int:
-    """Show what the chosen server does, and return the exit status.
-
-    Raises:
-        SettingsInvalid: The URL is none.
-        ServerRefused: The server cannot be reached, is no Armature, or needs another key.
-    """
+    """Show what the chosen server does, and return the exit status. Raises `SettingsInvalid` or `ServerRefused`."""
     server = connect(settings, arguments)
     if not arguments.once:
         _ready_server(server, "top")
@@ -88,13 +77,7 @@ def _chosen_server(settings: Settings, arguments: Namespace) -> Iterator[ServerC
 
 
 def connect(settings: Settings, arguments: Namespace) -> ServerConnection:
-    """Return the connection to `--url`, or to the address that the settings have for a server on this machine.
-
-    The key is that of `--api-key`, or else the first of the setting `api_keys`.
-
-    Raises:
-        SettingsInvalid: The URL is none.
-    """
+    """Return the connection to `--url` or the settings' address, with a key of either. Raises `SettingsInvalid`."""
     key = arguments.api_key or next(iter(settings.api_keys), None)
     if arguments.url:
         return ServerConnection(parse_server_url(arguments.url), key)
@@ -117,11 +100,6 @@ def _running_server(server: ServerConnection) -> ServerConnection | None:
 
 
 def _ready_server(server: ServerConnection, command: str) -> ServerConnection:
-    """Return the server once it is ready.
-
-    Raises:
-        ServerRefused: It cannot be reached.
-    """
     with command_progress(command) as console:
         while not is_ready(server, console.show):
             time.sleep(POLL_SECONDS)
@@ -129,11 +107,6 @@ def _ready_server(server: ServerConnection, command: str) -> ServerConnection:
 
 
 def _served_model(server: ServerConnection) -> str:
-    """Return the name of the model that the server has.
-
-    Raises:
-        ServerRefused: It has none, or one that does not chat.
-    """
     served = server.get_json("/v1/models").get("data")
     name = next((one["id"] for one in served or () if isinstance(one, dict) and "id" in one), None)
     if name is None:

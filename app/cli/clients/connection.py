@@ -1,7 +1,4 @@
-"""HTTP requests of the commands in a terminal, and their failures as one sentence.
-
-The requests block, so that Ctrl-C ends one where it is: `http.client` has all that this needs.
-"""
+"""HTTP requests of the commands in a terminal, and their failures as one sentence. They block until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -37,20 +34,13 @@ class ServerRefused(ArmatureError):
 
 @dataclass(frozen=True, slots=True)
 class ServerConnection:
-    """A server's address as `parse_server_url` returns it, and the key for its API.
-
-    Each request opens a connection of its own.
-    """
+    """A server's address as `parse_server_url` returns it, and the key for its API."""
 
     url: str
     api_key: str | None = None
 
     def get(self, path: str, seconds: float = ANSWER_SECONDS) -> tuple[int, bytes]:
-        """Return the status and the body, whatever the status. The server has `seconds` for each part of its answer.
-
-        Raises:
-            ServerRefused: No answer arrived.
-        """
+        """Return the status and the body, waiting `seconds` for each part. Raises `ServerRefused` without an answer."""
         with closing(self._send(self._connect(seconds), "GET", path, None)) as response:
             try:
                 return response.status, response.read()
@@ -58,22 +48,14 @@ class ServerConnection:
                 raise self._unreachable(error) from error
 
     def get_text(self, path: str) -> str:
-        """Return the body of an answer with status 200.
-
-        Raises:
-            ServerRefused: No answer arrived, or one with another status.
-        """
+        """Return the body of an answer with status 200. Raises `ServerRefused` for any other."""
         status, body = self.get(path)
         if status != 200:
             raise self._refused(status, body, {})
         return body.decode(errors="replace")
 
     def get_json(self, path: str) -> dict[str, Any]:
-        """Return the JSON object of an answer with status 200.
-
-        Raises:
-            ServerRefused: No answer arrived, or one with another status, or it is no JSON object.
-        """
+        """Return the JSON object of an answer with status 200. Raises `ServerRefused` for any other."""
         text = self.get_text(path)
         found = parse_object(text)
         if found is None:
@@ -81,11 +63,7 @@ class ServerConnection:
         return found
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Send a request and yield the JSON objects of its server-sent events. Closing the iterator ends the request.
-
-        Raises:
-            ServerRefused: No complete answer arrived, or it has an error.
-        """
+        """Yield the JSON objects of a request's server-sent events. Raises `ServerRefused` for an error."""
         with closing(self._send(self._connect(STREAM_SECONDS), "POST", path, json.dumps(body).encode())) as response:
             try:
                 if response.status != 200:
@@ -163,7 +141,6 @@ class UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Connect to the socket's file."""
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(CONNECT_SECONDS)
         self.sock.connect(str(self._path))
@@ -182,13 +159,7 @@ def _connection_to(url: str) -> http.client.HTTPConnection:
 
 
 def parse_server_url(text: str) -> str:
-    """Return an address such as `http://127.0.0.1:8000/v1` or `127.0.0.1:8000` with its scheme and without `/v1`.
-
-    `unix:PATH` is the address of a UNIX socket.
-
-    Raises:
-        SettingsInvalid: The text is none.
-    """
+    """Return an address with its scheme and without `/v1`, or `unix:PATH`. Raises `SettingsInvalid`."""
     if unix_path_of(text) is not None:
         return text
     with suppress(ValueError):
@@ -200,7 +171,6 @@ def parse_server_url(text: str) -> str:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a text is, or None."""
     try:
         found = json.loads(text)
     except ValueError:

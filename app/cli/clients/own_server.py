@@ -1,7 +1,7 @@
 """A server that a command in a terminal starts for itself, on a free port of this machine, and ends when it leaves.
 
-The server is a child process. It ends when its standard input does, so it never outlives the command, however that
-ends. It is not in the terminal's foreground, so that Ctrl-C stops an answer and not the server.
+It ends when its standard input does, so it never outlives the command. It is not in the terminal's foreground, so that
+Ctrl-C stops an answer and not the server.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ ShowStage = Callable[[str], None]
 
 @contextmanager
 def own_server(flags: Sequence[str], show: ShowStage) -> Iterator[ServerConnection]:
-    """Start a server with these flags of `armature serve`, yield it when it is ready, and end it afterwards.
-
-    Raises:
-        StartupError: It could not start; the message is the server's own.
-    """
+    """Start a server with these flags, yield it when it is ready, and end it. Raises `StartupError`."""
     key = secrets.token_hex(16)  # so that no other user of this machine can use the server
     environment = {name: value for name, value in os.environ.items() if name not in _NETWORK_VARIABLES}
     environment[variable_of("api_keys")] = key
@@ -64,11 +60,7 @@ def own_server(flags: Sequence[str], show: ShowStage) -> Iterator[ServerConnecti
 
 
 def is_ready(server: ServerConnection, show: ShowStage) -> bool:
-    """Return True if a server answers requests; while it loads, show how far it is. Other servers count as ready.
-
-    Raises:
-        ServerRefused: It cannot be reached.
-    """
+    """Return True if a server is ready, else show how far it is. Raises `ServerRefused`."""
     status, body = server.get("/readyz")
     found = parse_object(body.decode(errors="replace")) or {}
     if status != 503:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from app.cli.clients.connection import ServerConnection, ServerRefused
 from app.hardware.decision import format_bytes
-from app.metrics.samples import MetricSamples, parse_samples
+from app.metrics.instruments import MetricSamples, parse_samples
 
 MAX_POINTS = 60
 MAX_SLOW_STEPS = 10
@@ -77,15 +77,10 @@ class LiveFigures:
 
     @property
     def kind(self) -> str:
-        """Kind of the served model: decoder, encoder or program."""
         return str(self.info["model"]["kind"])
 
     def read(self) -> list[LiveFigure]:
-        """Return the figures of this moment; the last slow steps are then in `slow`.
-
-        Raises:
-            ServerRefused: The server cannot be reached, or needs another key.
-        """
+        """Return the figures of this moment, and set `slow`. Raises `ServerRefused`."""
         self._read_steps()
         samples = parse_samples(self.server.get_text("/metrics"))
         rates = self._rates(samples)
@@ -178,11 +173,7 @@ class LiveFigures:
 
 
 def open_figures(server: ServerConnection) -> LiveFigures:
-    """Return the reader of a server's figures.
-
-    Raises:
-        ServerRefused: It cannot be reached, is no Armature, or needs another key.
-    """
+    """Return the reader of a server's figures. Raises `ServerRefused`, also if it is no Armature."""
     try:
         server.get_json(f"/info/steps?after={PAST_END}")  # a wrong key is refused here, where /info only says less
     except ServerRefused as error:
@@ -196,7 +187,6 @@ def open_figures(server: ServerConnection) -> LiveFigures:
 
 
 def _machine_figures(samples: MetricSamples, decodes: bool) -> list[LiveFigure]:
-    """Return memory, power, dollars and drafts, as far as they are known."""
     unit = "token" if decodes else "vector"
     memory, watts = samples.value("process_resident_memory_bytes"), samples.value("power_watts")
     dollars, drafted = samples.value("cost_dollars_total"), samples.value("speculation_tokens_total", kind="drafted")
@@ -255,11 +245,7 @@ def format_seconds(value: float | None) -> str:
 
 
 def show_figures(figures: LiveFigures, interval: float, once: bool) -> int:
-    """Show the figures until Ctrl-C, or once if it is asked for or there is no terminal; return the exit status.
-
-    Raises:
-        ServerRefused: The first reading failed.
-    """
+    """Show the figures until Ctrl-C, or once; return the exit status. Raises `ServerRefused` at the first reading."""
     console = Console(highlight=False)
     read = figures.read()
     if once or not console.is_terminal or console.is_dumb_terminal:
@@ -280,7 +266,6 @@ def show_figures(figures: LiveFigures, interval: float, once: bool) -> int:
 
 
 def render(figures: LiveFigures, read: Sequence[LiveFigure], problem: str = "") -> RenderableType:
-    """Return the picture: a head, the figures, and the last slow steps."""
     parts: list[RenderableType] = [_head(figures), ""]
     if problem:
         parts += [Text(problem, style="bold red"), ""]

@@ -1,8 +1,7 @@
 """Calibrations of earlier starts: measurements of this machine with one checkpoint's shapes, each in one file.
 
-A file is used only while nothing that affects the measurements has changed (see `calibration_key`), and several
-processes may share the folder. If a file cannot be read, the machine is measured again; if one cannot be written, that
-is logged.
+A file is used only while nothing that affects the measurements has changed (`calibration_key`). Several processes may
+share the folder. A file that cannot be read or written is no error.
 """
 
 from __future__ import annotations
@@ -43,17 +42,13 @@ class Calibration:
     from_cache: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields of `GET /info`: the measurements, their age in seconds, and `from_cache`."""
         age = max(0.0, time.time() - self.measured_at)
         fields: dict[str, Any] = to_json_value(self.measurements)
         return {"from_cache": self.from_cache, "age_seconds": round(age, 1), "measurements": fields}
 
 
 class CalibrationFile:
-    """The calibration file of one key, which may or may not exist."""
-
     def __init__(self, folder: Path | None, key: Mapping[str, str]) -> None:
-        """Compute the file's path from `key`. With `folder` None, nothing is read or kept."""
         self.key = dict(key)
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         self.file = None if folder is None else folder / FOLDER / f"{digest[:32]}.json"
@@ -72,10 +67,7 @@ class CalibrationFile:
             return None
 
     def _log_other_keys(self, folder: Path) -> None:
-        """Log that calibrations of these shapes exist for another machine or version.
-
-        They are never used, and they are left for the machine or version that made them.
-        """
+        """Log that there are calibrations for another machine or version. They are left for it."""
         others = []
         for file in folder.glob("*.json"):
             with suppress(OSError, FileUnusable, ValueError, KeyError, TypeError, RecursionError):
@@ -86,11 +78,7 @@ class CalibrationFile:
             log.info("calibrations of this model in %s differ in %s: they are not used and stay there", folder, differ)
 
     def write(self, calibration: Calibration) -> None:
-        """Write the calibration for the next start, or log that it cannot be written.
-
-        Noisy ones and those of single steps are kept too: they are a better start than none. Only measurements that the
-        plan could not use (`fallback`) are not.
-        """
+        """Write the calibration for the next start, unless the plan could not use it (`fallback`)."""
         found = calibration.measurements
         if self.file is None or found.fallback or not (found.trials or found.single_steps):
             return
@@ -106,10 +94,7 @@ class CalibrationFile:
             log_not_kept(self.file, "the calibration", error)
 
     def forget(self, calibration: Calibration) -> None:
-        """Remove the file, because the machine no longer performs as measured: the next start measures again.
-
-        A newer calibration, which another process has written since then, is left in place.
-        """
+        """Remove the file, because the machine no longer performs as measured; leave a newer one of another process."""
         if self.file is None:
             return
         with suppress(OSError, FileUnusable):  # the file is gone already, or this process may not remove it
@@ -155,11 +140,7 @@ def _bytes_of(file: Path) -> bytes:
 
 
 def _parsed(text: bytes, key: Mapping[str, str]) -> Calibration:
-    """Parse a calibration file.
-
-    Raises:
-        FileUnusable: The text is not a calibration, or it has another key.
-    """
+    """Parse a calibration file. Raises `FileUnusable` if it is none, or has another key."""
     try:
         fields = json.loads(text)
         if fields["key"] != dict(key):

@@ -17,7 +17,7 @@ from app.engine.worker import Engine
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
 from app.messages import Abort, Encode, Generate, Infer, SamplingParams, Text
-from app.metrics.stats import StepStats
+from app.metrics.steps import StepStats
 from app.weights.program import ProgramCheckpoint
 from armature_kernels.timing import MAX_SPREAD, MIN_SAMPLES, monotone_table, relative_spread
 
@@ -35,10 +35,10 @@ _PREFIX = "idle"
 
 @dataclass(frozen=True, slots=True)
 class IdleSubject:
-    """The engine's plan and what its requests may contain.
+    """What to time.
 
-    `expected` are the estimated times of the served configuration, of which measured ones take the place. `outputs` are
-    an encoder's. `program` is set for an exported program, which has no vocabulary.
+    `expected` are the estimated times of the served configuration, `outputs` are an encoder's. `program` is set for an
+    exported program, which has no vocabulary.
     """
 
     plan: ServingPlan
@@ -53,8 +53,6 @@ class Interrupted(Exception):
 
 
 class IdleMeasurement:
-    """One attempt to time the engine's steps."""
-
     def __init__(self, subject: IdleSubject, engine: Engine, is_wanted: Callable[[], bool]) -> None:
         self._subject, self._engine, self._is_wanted = subject, engine, is_wanted
         self._random = random.Random(0)
@@ -78,7 +76,8 @@ class IdleMeasurement:
         except Interrupted:
             return None
         finally:
-            self._end_own_requests()
+            for number in range(1, self._number + 1):
+                self._engine.abort(Abort(f"{_PREFIX}-{number}"))
 
     def _table(self, samples: Iterator[tuple[int, Sequence[float]]]) -> dict[int, float] | None:
         """Return the median seconds by size, up to the first size that is too long; None if they are not usable."""
@@ -141,10 +140,7 @@ class IdleMeasurement:
         )
 
     def _samples(self, add: Callable[[], object], is_sample: Callable[[StepStats], bool]) -> list[float]:
-        """Return the seconds of `SAMPLES` steps, or fewer if the first requests give none.
-
-        `add` gives the engine one request.
-        """
+        """Return the seconds of `SAMPLES` steps, or fewer if the first requests give none. `add` adds one request."""
         found: list[float] = []
         for _ in range(FIRST_STEPS + SAMPLES):
             if len(found) == SAMPLES:
@@ -165,11 +161,7 @@ class IdleMeasurement:
         return tuple(self._random.randrange(self._subject.vocab_size) for _ in range(number))
 
     def _steps(self) -> list[StepStats]:
-        """Compute all our requests, and return the statistics of the steps.
-
-        Raises:
-            Interrupted: A command arrived.
-        """
+        """Compute all our requests, and return the steps' statistics. Raises `Interrupted`."""
         found = []
         while self._engine.has_work:
             if self._is_wanted():
@@ -178,7 +170,3 @@ class IdleMeasurement:
             if self._engine.stats is not None:
                 found.append(self._engine.stats)
         return found
-
-    def _end_own_requests(self) -> None:
-        for number in range(1, self._number + 1):
-            self._engine.abort(Abort(f"{_PREFIX}-{number}"))

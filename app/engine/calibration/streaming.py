@@ -21,19 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.backends.base import HostBackend
 from app.engine.decoder.cpu_runner import StepAttention
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
+from app.engine.encoder.batching import EncodeState
+from app.engine.encoder.cpu_runner import EncoderRunner
 from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.errors import ArmatureError, SettingsInvalid
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import INT4_PRECISIONS, QUANTIZED_PRECISIONS
-from app.messages import Generate, SamplingParams
+from app.messages import Encode, Generate, SamplingParams, Text
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 from app.models.decoders.shapes import is_expert, is_router
+from app.models.encoders.encoder import Encoder
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import is_value
@@ -50,8 +54,21 @@ WINDOW_TOKENS = 512  # tokens that attend to each other
 LOGITS_TOKENS = 128  # tokens whose logits are computed at once: with a vocabulary of 128k these are 64 MB
 DEFAULT_TEXT_CHARACTERS = 60_000  # about 15,000 tokens
 DOCUMENT_SEPARATOR = "---"  # separator line between documents, which do not attend to each other
-
 Window = list[int]
+CALIBRATION_TEXT = Path(__file__).with_name("calibration_text.txt")
+# Tokens that attend to each other in a large model, of which few are read. The first token of a window is an outlier, so
+# long windows give better statistics: on SmolLM2-135M windows of 512 instead of 256 cost 4.4 instead of 4.8% in int4.
+SHORT_WINDOW = 256
+MEASURED_WINDOWS = 4  # every fourth window is not part of the statistics, and measures the whole model
+# Tokens that show the loss of each product of a layer, of a small model and of a large one, which takes longer.
+SMALL_PROBE_TOKENS, PROBE_TOKENS = 128, 32
+# Tokens times weights that run through a large model: about 20 s of two cores in FP32. A small one reads more.
+TOKEN_WEIGHTS = 0.8e12
+SMALL_MODEL, SMALL_MODEL_TOKENS = 300_000_000, 13_000
+MIN_TOKENS = 512
+LOGITS_ELEMENTS = 2**25  # logits that are compared at a time: 128 MiB in each of the two models
+SCALES_SHARE = 4  # int8 needs only mean squares, for which a fourth of the tokens is enough
+WORDS = (1, 2, 4, 8, 16, 32, 64) * 2  # of the texts
 
 
 def default_text() -> str:
@@ -62,7 +79,6 @@ def default_text() -> str:
 
 
 def read_text(file: Path) -> str:
-    """Return the content of a text file. Raises `SettingsInvalid` if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -97,7 +113,6 @@ def read_windows(
 
 
 def _documents(text: str) -> Iterator[str]:
-    """Yield the parts between separator lines, without leading and trailing line breaks."""
     lines: list[str] = []
     for line in [*text.split("\n"), DOCUMENT_SEPARATOR]:
         if line.strip() != DOCUMENT_SEPARATOR:
@@ -108,10 +123,7 @@ def _documents(text: str) -> Iterator[str]:
 
 
 def window_span(window: Window, start: int, end: int, samples: bool) -> ScheduledSpan:
-    """Return the step that reads tokens [start, end) of a window in the only slot of a KV cache.
-
-    `samples`: logits are computed.
-    """
+    """Return the step that reads tokens [start, end) of a window in slot 0. `samples`: logits are computed."""
     request = Generate("reading", tuple(window), SamplingParams(max_tokens=1), arrived_at=0.0)
     return ScheduledSpan(
         make_sequence(request), start, end - start, slot=0, prefix_slot=None, prefix_tokens=0, samples=samples
@@ -127,8 +139,6 @@ def window_logits(model: nn.Module, attention: StepAttention, window: Window, st
 
 
 class WindowScorer:
-    """Runs one sequence at a time through a model and returns the logits of every token."""
-
     def __init__(self, model: nn.Module, config: ModelConfig, kv_dtype: torch.dtype, backend: HostBackend) -> None:
         self._model = model
         shape = KvShape(
@@ -148,47 +158,24 @@ class WindowScorer:
         """Yield consecutive target tokens [n] and the FP32 logits [n, vocab] that predict them."""
         for start in range(0, len(window) - 1, LOGITS_TOKENS):
             targets = torch.tensor(window[start + 1 : start + LOGITS_TOKENS + 1])
-            yield targets, self._logits(window, start, start + len(targets)).float()
-
-    def _logits(self, window: Window, start: int, end: int) -> Tensor:
-        return window_logits(self._model, self._attention, window, start, end)
-
-
-CALIBRATION_TEXT = Path(__file__).with_name("calibration_text.txt")
-# Tokens that attend to each other in a large model, of which few are read. The first token of a window is an outlier, so
-# long windows give better statistics: on SmolLM2-135M windows of 512 instead of 256 cost 4.4 instead of 4.8% in int4.
-SHORT_WINDOW = 256
-MEASURED_WINDOWS = 4  # every fourth window is not part of the statistics, and measures the whole model
-# Tokens that show the loss of each product of a layer, of a small model and of a large one, which takes longer.
-SMALL_PROBE_TOKENS, PROBE_TOKENS = 128, 32
-# Tokens times weights that run through a large model: about 20 s of two cores in FP32. A small one reads more.
-TOKEN_WEIGHTS = 0.8e12
-SMALL_MODEL, SMALL_MODEL_TOKENS = 300_000_000, 13_000
-MIN_TOKENS = 512
-LOGITS_ELEMENTS = 2**25  # logits that are compared at a time: 128 MiB in each of the two models
-SCALES_SHARE = 4  # int8 needs only mean squares, for which a fourth of the tokens is enough
+            logits = window_logits(self._model, self._attention, window, start, start + len(targets))
+            yield targets, logits.float()
 
 
 @dataclass(slots=True)
 class WatchedForm:
-    """A linear form that multiplies exactly; a subclass watches its products."""
-
     form: ExactLinear
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the exact form."""
         return self.form.nbytes
 
-    def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantized."""
+    def activation_group(self, rows: int) -> None: ...
 
     def multiply(self, x: Activations) -> Tensor:
-        """Multiply x [tokens, in] to [tokens, out]."""
         return self.form.multiply(x)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """Add the product to hidden [tokens, out] in place."""
         hidden += self.multiply(x)
 
 
@@ -203,29 +190,23 @@ class InputSums:
 
     @classmethod
     def of(cls, size: int, correlate: bool, least_rows: int = 0) -> InputSums:
-        """Return sums of inputs [tokens, size]."""
         sizes = [min(MAX_CORRELATED, size - first) for first in range(0, size, MAX_CORRELATED)] if correlate else []
         return cls(torch.zeros(size), [torch.zeros(part, part) for part in sizes], least_rows)
 
     def observe(self, rows: Tensor) -> None:
-        """Add rows [tokens, in] FP32."""
         self.squares += rows.square().sum(0)
         self.num_rows += len(rows)
         for total, part in zip(self.correlations, torch.split(rows, MAX_CORRELATED, dim=1), strict=False):
             total.addmm_(part.T, part)
 
     def statistics(self) -> InputStatistics:
-        """Return the statistics of all rows."""
         correlations = tuple(self.correlations) if self.num_rows >= self.least_rows else ()
         return InputStatistics(self.squares / max(1, self.num_rows), correlations, self.num_rows)
 
 
 @dataclass(slots=True)
 class InputMeter(WatchedForm):
-    """Collects the statistics of its inputs, as long as `counts`.
-
-    `product`: the result to return for any input, instead of multiplying again.
-    """
+    """Collects statistics of its inputs while `counts`; returns `product`, if set, instead of multiplying."""
 
     sums: InputSums
     counts: bool = True
@@ -233,24 +214,20 @@ class InputMeter(WatchedForm):
 
     @classmethod
     def of(cls, form: ExactLinear, size: int, correlate: bool) -> InputMeter:
-        """Return a meter for inputs [tokens, size]."""
         return cls(form, InputSums.of(size, correlate))
 
     def multiply(self, x: Activations) -> Tensor:
-        """Multiply x and collect its statistics."""
         if self.product is not None:
             return self.product.clone()
         self.observe(unquantized(x))
         return self.form.multiply(x)
 
     def observe(self, x: Tensor) -> None:
-        """Add rows [tokens, in] to the statistics."""
         if not self.counts:
             return
         self.sums.observe(x.float())
 
     def statistics(self) -> InputStatistics:
-        """Return the statistics of all rows."""
         return self.sums.statistics()
 
 
@@ -277,8 +254,6 @@ class _RoundedForm(WatchedForm):
 
 @dataclass(slots=True)
 class _RecordingForm(WatchedForm):
-    """Records its product."""
-
     linear: Linear
     products: dict[Linear, Tensor]
 
@@ -289,16 +264,10 @@ class _RecordingForm(WatchedForm):
 
 
 class StreamedCalibration:
-    """Implements `PackCalibrator` for one checkpoint, plan and text."""
-
     def __init__(
         self, checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend, text: Path | None = None
     ) -> None:
-        """Read the text: the built-in one if None.
-
-        Raises:
-            SettingsInvalid: The text cannot be read.
-        """
+        """Read the text, the built-in one if None. Raises `SettingsInvalid` if it cannot be read."""
         config, self._correlate = checkpoint.decoder, plan.weights.precision in INT4_PRECISIONS
         size = checkpoint.needs().num_parameters
         is_small, limit = size < SMALL_MODEL, min(config.max_model_len, plan.memory.max_model_len)
@@ -321,7 +290,6 @@ class StreamedCalibration:
     def stages(
         self, model: Decoder, exact: Callable[[Linear], ExactLinear]
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
-        """Yield the statistics of the products of each layer in turn (`PackCalibrator.stages`)."""
         hidden: list[Tensor] = []
         yield from self._around(model.entry, exact, lambda: self._embed(model, hidden))
         for index, layer in enumerate(model.layers):
@@ -355,10 +323,7 @@ class StreamedCalibration:
         exact: Callable[[Linear], ExactLinear],
         run: Callable[[], Iterator[int]],
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
-        """Run a part before or after the layers on all windows, and yield the statistics of its products, if it has any.
-
-        `run` yields the number of each window before it runs it.
-        """
+        """Run a part before or after the layers on windows, whose numbers `run` yields; yield statistics."""
         linears = [] if part is None else [module for module in part.modules() if isinstance(module, Linear)]
         meters = self._meters(linears, exact)
         for linear, meter in meters.items():
@@ -381,15 +346,14 @@ class StreamedCalibration:
             hidden[number] = model.merged(rows)
 
     def _count(self, meters: Mapping[Linear, InputMeter], number: int) -> None:
-        """Let the meters count the inputs of a window if it is shown."""
         for meter in meters.values():
             meter.counts = self._is_shown(number)
 
     def _meters(self, linears: Sequence[Linear], exact: Callable[[Linear], ExactLinear]) -> dict[Linear, InputMeter]:
         """Return a meter for each product of a layer.
 
-        The first products of all experts share sums, since they read parts of the same rows. What an expert's second
-        product reads is its own; if it saw fewer rows than it has inputs, its weights are rounded without GPTQ.
+        The first products of all experts share sums, since they read parts of the same rows. An expert's second product
+        that saw fewer rows than it has inputs is rounded without GPTQ.
         """
         meters, shared = dict[Linear, InputMeter](), dict[int, InputSums]()
         for one in linears:
@@ -406,10 +370,7 @@ class StreamedCalibration:
         return meters
 
     def measure_cost(self, model: Decoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
-        """Return the relative increase of perplexity (`PackCalibrator.measure_cost`).
-
-        It is unknown for a model that predicts the text no better than chance, for example one with random weights.
-        """
+        """Return the relative increase of perplexity; None if the model predicts the text no better than chance."""
         packed, stored = model.output.form, exact(model.output)
         nats, surprise, count, step = 0.0, 0.0, 0, max(1, LOGITS_ELEMENTS // model.output.out_features)
         for number, rows in self._expected.items():
@@ -429,7 +390,6 @@ class StreamedCalibration:
         return math.expm1(nats / count)
 
     def _is_shown(self, number: int) -> bool:
-        """Return whether a window is part of the statistics; of fewer than four windows all but the last are."""
         every = min(MEASURED_WINDOWS, len(self._windows))
         return every == 1 or (number + 1) % every != 0
 
@@ -442,10 +402,7 @@ class StreamedCalibration:
         return result
 
     def _measure_losses(self, model: Decoder, index: int, probe: Tensor, meters: Mapping[Linear, InputMeter]) -> None:
-        """Run the probe with the packed weight of each product, the others exact.
-
-        Products that run before it have the same inputs as without it, so they are not computed again.
-        """
+        """Run the probe with the packed weight of each product, the others exact."""
         packed, products = {linear: linear.form for linear in meters}, dict[Linear, Tensor]()
         window = self._windows[self._probed]
         for linear, meter in meters.items():
@@ -475,8 +432,7 @@ def _rounded_form(packed: LinearForm, exact: ExactLinear, product: Tensor) -> Li
 def _relative_error(error: Tensor, expected: Tensor) -> float:
     """Return the mean over rows of |error|² / |expected|², from rows [tokens, hidden].
 
-    Each token counts alike. In many models the residual stream of the first token is hundreds of times larger than
-    that of the others; in a ratio of two sums over all tokens only this one would count.
+    Each token counts alike: the first token's residual stream is often hundreds of times larger.
     """
     return float((error.square().sum(-1) / expected.square().sum(-1).clamp_min(1e-30)).mean())
 
@@ -501,11 +457,7 @@ def _surprise(logits: Tensor | TopLogits, following: Sequence[int]) -> float:
 def calibration_for(
     checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend, text: Path | None = None
 ) -> StreamedCalibration | None:
-    """Return the calibration of a quantized decoder; None for other models, and without a tokenizer.
-
-    Raises:
-        SettingsInvalid: `text` cannot be read.
-    """
+    """Return the calibration of a quantized decoder with a tokenizer, else None. Raises `SettingsInvalid`."""
     if (
         plan.weights.precision not in QUANTIZED_PRECISIONS
         or checkpoint.kind != "decoder"
@@ -518,3 +470,56 @@ def calibration_for(
         if text is not None:
             raise
         return None
+
+
+@dataclass(slots=True)
+class _ReleasedForm(WatchedForm):
+    """Frees its FP32 copy after each product, so that one layer is in memory at a time."""
+
+    def multiply(self, x: Activations) -> Tensor:
+        product = self.form.multiply(x)
+        self.form.release()
+        return product
+
+
+def measure_encoder_cost(
+    checkpoint: Checkpoint, plan: ServingPlan, model: Encoder, exact: Callable[[Linear], ExactLinear]
+) -> float | None:
+    """Return 1 minus the lowest cosine of a vector of `model` with the vector of the stored weights.
+
+    `exact` returns the exact form of a product. None: the model has no vectors or no tokenizer, is not quantized, or
+    does not run on the processor.
+    """
+    if plan.weights.precision not in QUANTIZED_PRECISIONS or plan.placement.device != "cpu":
+        return None
+    if "embedding" not in model.config.outputs:
+        return None
+    try:
+        tokenizer = Tokenizer(checkpoint.location, model.config.lowercases)
+    except ArmatureError:
+        return None
+    texts = tokenizer.encode_texts(sample_texts(), plan.memory.max_model_len)
+    if any(max(text.token_ids, default=0) >= checkpoint.encoder.vocab_size for text in texts):
+        return None  # the tokenizer has tokens that the model does not know
+    found = _vectors(model, texts)
+    packed = {linear: linear.form for linear in model.modules() if isinstance(linear, Linear)}
+    for linear in packed:
+        linear.form = _ReleasedForm(exact(linear))
+    expected = _vectors(model, texts)
+    for linear, form in packed.items():
+        linear.form = form
+    cosine = float(F.cosine_similarity(found, expected).min())
+    return max(0.0, 1 - cosine) if cosine == cosine else None
+
+
+def sample_texts() -> list[str]:
+    words = CALIBRATION_TEXT.read_text(encoding="utf-8").split()
+    step = (len(words) - max(WORDS)) // len(WORDS)
+    return [" ".join(words[at * step : at * step + count]) for at, count in enumerate(WORDS)]
+
+
+def _vectors(model: Encoder, texts: list[Text]) -> Tensor:
+    runner = EncoderRunner(model, sum(len(text.token_ids) for text in texts), "it runs once")
+    state = EncodeState.from_message(Encode("cost", tuple(texts), ("embedding",), arrived_at=0.0))
+    rows = runner.run(state.spans())
+    return torch.stack([torch.frombuffer(bytearray(row["embedding"]), dtype=torch.float32) for row in rows])

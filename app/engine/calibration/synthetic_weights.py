@@ -1,20 +1,16 @@
-"""Synthetic weights for a model that is not loaded: nothing is read or quantized, bytes are filled with a pattern.
-
-Codes and scales are finite and small, so computing with them takes as long as with real weights.
-"""
+"""Synthetic weights for a model that is not loaded: bytes are filled with a pattern of finite, small values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from app.engine.calibration.stages import TrialScope
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layers.layer import MixtureOfExperts
-from app.models.decoders.layers.vectors import Filters, HeadNorm, Norm, StoredVector, Xielu
+from app.models.decoders.layers import Filters, HeadNorm, MixtureOfExperts, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import is_router
 from app.weights.form_choice import CacheablePacking, FormChoice
 from app.weights.forms import OUTPUT_SOURCES
@@ -40,11 +36,24 @@ REGION_BYTES = 2**30
 ALIGNMENT = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class TrialScope:
+    """The part of a model that is built with synthetic weights.
+
+    - `cache_bytes`: size of the largest cache, which the weights of a step must exceed.
+    - `layers_share`: at least one layer in this many is built.
+    - `most_outputs`: limit for the output layer; the rest of it is counted as layers.
+    """
+
+    cache_bytes: int
+    layers_share: int
+    most_outputs: int | None = None
+
+
 class SyntheticMemory:
     """Memory that trials of different precisions use one after another, filled once with the pattern.
 
-    A first write to memory costs several times as much as a step that reads it: without this, a short trial would
-    spend its time on that. Nothing writes to it afterwards.
+    A first write to memory costs several times as much as a step that reads it.
     """
 
     def __init__(self) -> None:
@@ -52,7 +61,6 @@ class SyntheticMemory:
         self._filled = 0
 
     def filled(self, first: int, nbytes: int) -> Tensor | None:
-        """Return bytes `[first, first + nbytes)`, filled with the pattern; None if they exceed the region."""
         end = first + nbytes
         if end > REGION_BYTES:
             return None
@@ -68,10 +76,7 @@ class SyntheticMemory:
 
 
 class SyntheticForms:
-    """The linear forms, one for each product of a layer, shared by all models of a trial.
-
-    A product that serves all layers has another size, and so another form, where there are fewer of them.
-    """
+    """The linear forms, one for each product of a layer, shared by all models of a trial."""
 
     def __init__(self, choice: FormChoice, memory: SyntheticMemory | None = None) -> None:
         self.choice = choice
@@ -79,7 +84,6 @@ class SyntheticForms:
         self._memory, self._used = memory or SyntheticMemory(), 0
 
     def form(self, linear: Linear) -> LinearForm:
-        """Return the form of this product, made on first use."""
         key = (linear.sources, linear.out_features)
         if key not in self._by_size:
             if is_router(linear.sources[0]) and self.choice.device is None:
@@ -136,19 +140,15 @@ class RandomLogits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the logits."""
         return self._logits.nbytes
 
-    def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantized."""
+    def activation_group(self, rows: int) -> None: ...
 
     def multiply(self, x: Activations) -> Tensor:
-        """Return logits [tokens, out] fp32 for x [tokens, in]."""
         assert rows_of(x) <= MAX_ROUTED_ROWS, "a trial's steps have fewer rows"
         return self._logits[: rows_of(x)]
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """Add the logits to hidden [tokens, out] fp32 in place."""
         hidden += self.multiply(x)
 
 
@@ -177,7 +177,6 @@ def fill_vectors(model: nn.Module, device: torch.device) -> None:
 
 
 def fill_table(embedding: Embedding, vocab_size: int, device: torch.device) -> None:
-    """Give an embedding a table. One of tokens has only the rows that steps look up."""
     is_token_table = embedding.absent_first or len(embedding.weight) == vocab_size
     rows = len(embedding.weight) + embedding.first
     rows = min(rows, MAX_TOKEN_IDS) if is_token_table else rows
@@ -191,10 +190,7 @@ def synthetic_form(
     dtype: torch.dtype,
     filled_bytes: Callable[[int], Tensor] | None = None,
 ) -> LinearForm:
-    """Return a form as `packing` makes it from a weight of the layer's size.
-
-    `filled_bytes` returns that many bytes filled with the pattern; None: newly allocated ones.
-    """
+    """Return a form as `packing` makes it from a weight of the layer's size, over bytes of `filled_bytes`."""
     outputs, inputs, filled_bytes = linear.out_features, linear.in_features, filled_bytes or _filled_bytes
     if isinstance(packing, CacheablePacking):
         parts = [filled_bytes(nbytes) for nbytes in packing.part_bytes(outputs, inputs)]
@@ -209,10 +205,7 @@ def synthetic_form(
 
 
 def _noise_form(packing: DevicePackings, outputs: int, inputs: int, bias: Tensor | None) -> LinearForm:
-    """Build the form on its device, filled with noise.
-
-    The power that a GPU draws depends on how many bits change, and its speed depends on that power.
-    """
+    """Build the form filled with noise: a GPU's power, and so its speed, depends on how many bits change."""
     form, step = packing.empty_form(outputs, inputs, bias), max(1, NOISE_ELEMENTS // inputs)
     generator = torch.Generator(packing.device).manual_seed(0)
     for first in range(0, outputs, step):

@@ -1,33 +1,37 @@
 """Times steps of a model that is not loaded, with synthetic weights and run as in serving: a few layers of its shapes.
 
-Nothing is read from the checkpoint (see `synthetic_weights.py`). The time of a step of all layers is extrapolated from
-steps with different numbers of layers (armature_kernels/timing.py).
+The time of all layers is extrapolated from different numbers of layers (armature_kernels/timing.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from app.engine.calibration.stages import RunBatch, TrialScope, TrialShape, TrialStage, TrialStep, doubling_sizes
+from app.backends.base import HostBackend
 from app.engine.calibration.synthetic_weights import (
     FILL_BYTE,
     MAX_TOKEN_IDS,
     SyntheticForms,
     SyntheticMemory,
+    TrialScope,
     fill_table,
     fill_vectors,
     num_trial_layers,
     synthetic_form,
 )
+from app.engine.decoder.build import deterministic_query_limit
+from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.cuda_graphs import LARGEST_BUCKET
-from app.engine.decoder.kv_cache import KvShape
+from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
 from app.engine.encoder.batching import EncodeState, TextSpan
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.engine.program import INPUT_ERRORS, cannot_run, max_step_rows, served_program, synthetic_inputs
+from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, ScheduledSpan, make_sequence
 from app.errors import StepFailed
 from app.hardware.decision import TrialTimes
@@ -35,12 +39,11 @@ from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import TABLE_TEXT_TOKENS
 from app.messages import Encode, Generate, SamplingParams, Text
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import Embedding
+from app.models.decoders.decoder import Decoder, Embedding, build_decoder_model
 from app.models.decoders.shapes import active_weights
 from app.models.encoders.config import EncoderConfig, encoder_products_of
-from app.models.encoders.encoder import DistanceBias, Encoder
+from app.models.encoders.encoder import DistanceBias, Encoder, build_encoder_model
 from app.models.encoders.heads import DenseLayer, LayerNorm
-from app.models.registry import build_decoder_model, build_encoder_model
 from app.weights.form_choice import form_choice
 from app.weights.load import ProgramValues, load_program, read_flat
 from app.weights.program import Archive, ProgramCheckpoint, StoredTensor, operations_per_row, read_bytes
@@ -56,15 +59,121 @@ CONTEXT_ROWS = 8
 CHUNK_TOKENS = 64  # tokens of a prompt that follow this context
 OPTIONAL_ROWS = 32  # decode steps with more rows are timed last, if there is time
 MAX_DECODE_ROWS = {"cpu": 64}  # sequences of a step; with more, products gain little on a CPU
-StageFactory = Callable[[ModelConfig, ServingPlan, KvShape], TrialStage]
 _PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+DEFAULT_STEP_ROWS = 32  # a plan has smaller steps only if the user asked for them
+MAX_STEP_ROWS = 256  # rows of a step
+LARGE_BYTES = 4 * 2**20  # bytes of a tensor
+FILLED_BYTES = 2**28  # a larger tensor is a table of which a step reads some rows: its pages stay untouched
+MIN_STEP_TOKENS = 16  # tokens of one short text
+MAX_STEP_TOKENS = 2048  # tokens of a step; products have reached their best rate long before
+# a plan has smaller steps only if the user or the memory requires it: then larger ones are not timed
+DEFAULT_STEP_TOKENS = 512
+# up to this many tokens, reading weights may cost more than multiplying, so steps read as much as in the whole model
+MEMORY_BOUND_TOKENS = 64
+LONG_TEXT_TOKENS = 512  # tokens of the one text that shows the cost of attention
+RunTexts = Callable[[Sequence[TextSpan]], object]
+# (model, most tokens of a batch) -> a function that runs a batch to its end
+TextRunnerFactory = Callable[[Encoder, int], RunTexts]
+COARSE_LAYERS, FULL_LAYERS = 8, 4  # one layer in this many is built
+COARSE_OUTPUTS = 2048
+RunBatch = Callable[[Batch], object]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialStep:
+    """A step through `layers` layers: `size` decodes or `size` tokens of a prompt, after `context` tokens each.
+
+    Kind `encode`: `size` tokens of texts that have `context` tokens each (0: as in the table).
+    """
+
+    kind: str
+    size: int
+    layers: int
+    context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrialShape:
+    """The steps of a trial: rows of decodes, tokens of a prompt and of texts (empty: all that matter)."""
+
+    layers_share: int
+    rows: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    texts: tuple[int, ...] = ()
+    most_outputs: int | None = None
+    context: bool = False
+
+
+FULL_TRIAL = TrialShape(FULL_LAYERS, context=True)
+
+
+COARSE_TRIAL = TrialShape(COARSE_LAYERS, rows=(1, 8), tokens=(128,), texts=(16, 256), most_outputs=COARSE_OUTPUTS)
+
+
+class ModelTrial(Protocol):
+    def trial_steps(self, trial_shape: TrialShape) -> list[TrialStep]:
+        """Return the steps to time, the fastest first, since time may run out."""
+
+    def step(self, shape: TrialStep) -> Callable[[], object]: ...
+
+    def summarize(
+        self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
+    ) -> TrialTimes | None:
+        """Return the result for the whole model, or None if steps are missing or fall by over `max_adjustment`."""
+
+
+def doubling_sizes(first: int, most: int) -> list[int]:
+    """Return first, 2 · first, 4 · first, … and finally `most` itself."""
+    sizes = []
+    while first < most:
+        sizes.append(first)
+        first *= 2
+    return [*sizes, most]
+
+
+class TrialStage(Protocol):
+    """The KV memory for the models of a trial, which have few layers and share it."""
+
+    bytes_per_token: int
+
+    def runner(self, model: Decoder) -> RunBatch: ...
+
+    def fill_context(self, slot: int, num_tokens: int) -> None:
+        """Write keys and values at the beginning of a slot: memory never written is read from a single page."""
+
+
+StageFactory = Callable[[ModelConfig, ServingPlan, KvShape], TrialStage]
+
+
+class CpuTrialStage:
+    """The stage on a CPU, built as `build_decoder_engine` does it."""
+
+    def __init__(self, backend: HostBackend, config: ModelConfig, plan: ServingPlan, shape: KvShape) -> None:
+        self._backend, self._config, self._plan = backend, config, plan
+        self._kv_cache = KvCache(shape, kv_dtype(plan))
+        self.bytes_per_token = self._kv_cache.bytes_per_token
+
+    def runner(self, model: Decoder) -> RunBatch:
+        off = "" if self._plan.steps.compile else self._plan.decisions["compile"].reason
+        replay = DecoderReplay(model, off, record_after=0)
+        sampler, few = Sampler(self._config.vocab_size), deterministic_query_limit(self._config, self._plan)
+        return CpuDecoderRunner(replay, self._kv_cache, self._backend, sampler, few).run
+
+    def fill_context(self, slot: int, num_tokens: int) -> None:
+        """Write random keys and values for the first `num_tokens` tokens of a slot."""
+        some = random_heads(self._kv_cache.shape, num_tokens)
+        rows = torch.arange(num_tokens) + self._kv_cache.row(slot, 0)
+        for layer in range(self._kv_cache.shape.num_layers):
+            self._kv_cache.write(layer, rows, some, some)
+
+
+def random_heads(shape: KvShape, num_tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((num_tokens, shape.num_kv_heads, shape.head_dim), generator=generator)
 
 
 class DecoderTrial:
-    """A few layers of a decoder under one plan, ready to be timed. The memory is released with the object.
-
-    If the plan holds eight bits in addition to four, only the eight-bit form is used.
-    """
+    """A few layers of a decoder under one plan. If the plan also holds eight bits, only they are used."""
 
     def __init__(
         self,
@@ -108,21 +217,16 @@ class DecoderTrial:
         )
 
     def prefill_tokens(self) -> list[int]:
-        """Return the numbers of prompt tokens in prefill steps."""
         most = min(self.plan.memory.max_batch_tokens, self.plan.memory.max_model_len)
         return doubling_sizes(min(32, most), most)
 
     @property
     def context(self) -> int:
-        """Number of context tokens in sequences that have context; 0 if the model allows too few.
-
-        Limited by the KV memory of the plan.
-        """
+        """Context tokens of sequences that have context, limited by the KV memory; 0 if the model allows too few."""
         fits = self.plan.memory.kv_cache_bytes // (CONTEXT_ROWS * self._stage.bytes_per_token)
         return max(0, min(CONTEXT_TOKENS, self.max_len - CHUNK_TOKENS - 1, fits))
 
     def step(self, shape: TrialStep) -> Callable[[], object]:
-        """Return a function that runs that step; it may be called any number of times."""
         if shape.context and not self._has_context:
             self._fill_context()
         run = self._runners[shape.layers]
@@ -142,7 +246,6 @@ class DecoderTrial:
         return ScheduledSpan(sequence, start, num_tokens, slot=slot, prefix_slot=None, prefix_tokens=0, samples=True)
 
     def trial_steps(self, trial_shape: TrialShape) -> list[TrialStep]:
-        """Return the steps to time, the fastest first, since time may run out."""
         two, around = self.layer_counts[:2], sorted({self.layer_counts[0], self.layer_counts[-1]})
         most_rows, most_tokens = max(self.decode_rows()), max(self.prefill_tokens())
         rows = sorted({min(size, most_rows) for size in trial_shape.rows or self.decode_rows()})
@@ -171,7 +274,6 @@ class DecoderTrial:
 
     @property
     def operations_per_token(self) -> float:
-        """Operations of all layers for one token: two for each multiply-add."""
         return 2.0 * active_weights(self._whole)
 
     @property
@@ -183,7 +285,6 @@ class DecoderTrial:
     def summarize(
         self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
     ) -> TrialTimes | None:
-        """Return the result for the whole model, or None if steps are missing or their times are inconsistent."""
         layers = self.config.num_layers
         decode, prefill = (
             monotone_table(
@@ -210,10 +311,7 @@ class DecoderTrial:
     # ---- the model -------------------------------------------------------------------------------------------------
 
     def _sizes(self, config: ModelConfig) -> tuple[float, int]:
-        """Return the bytes that the products of a layer read on average, and those of the output layer.
-
-        The modules are made for it, which takes a tenth of a second with many experts.
-        """
+        """Return the bytes that the products of a layer read on average, and the bytes of the output layer."""
         model = build_decoder_model(config, self._dtype, 1, torch.device("cpu"))
         layers, output = self._forms.read_sizes(model.modules())
         return layers / config.num_layers, output
@@ -237,7 +335,6 @@ class DecoderTrial:
         return self._stage.runner(model)
 
     def _embed(self, embedding: Embedding) -> None:
-        """Give an embedding its table, as loading does."""
         tied = self._forms.tied_form(embedding.source, self.config.vocab_size)
         if isinstance(tied, Bf16PanelLinear | IntPanelLinear | HybridLinear | DeviceLinear):
             embedding.tie(tied)
@@ -267,15 +364,7 @@ def _context_token_seconds(own: Mapping[TrialStep, float], kind: str, size: int,
     return 0.0
 
 
-DEFAULT_STEP_ROWS = 32  # a plan has smaller steps only if the user asked for them
-MAX_STEP_ROWS = 256  # rows of a step
-LARGE_BYTES = 4 * 2**20  # bytes of a tensor
-FILLED_BYTES = 2**28  # a larger tensor is a table of which a step reads some rows: its pages stay untouched
-
-
 class ProgramTrial:
-    """A program under one plan, ready to be timed. The memory is released with the object."""
-
     def __init__(self, checkpoint: ProgramCheckpoint, plan: ServingPlan) -> None:
         """Build the program. Raises `CheckpointInvalid` if it calls an operator that is not served."""
         self.checkpoint, self.plan = checkpoint, plan
@@ -285,22 +374,17 @@ class ProgramTrial:
         self._served = served_program(checkpoint, program)
 
     def step_sizes(self) -> list[int]:
-        """Return the numbers of rows of the steps to time."""
         asked = self.plan.memory.batch_target_tokens
         most = max_step_rows(self.checkpoint, asked if asked < DEFAULT_STEP_ROWS else max(asked, MAX_STEP_ROWS))
         return doubling_sizes(min(self.checkpoint.min_rows, most), most)
 
     def trial_steps(self, trial_shape: TrialShape) -> list[TrialStep]:
-        """Return the steps to time, the fastest first, since time may run out."""
         sizes = self.step_sizes()
         wanted = {min(max(rows, sizes[0]), sizes[-1]) for rows in trial_shape.rows or sizes}
         return [TrialStep("encode", rows, layers=1) for rows in sorted(wanted)]
 
     def step(self, shape: TrialStep) -> Callable[[], object]:
-        """Return a function that runs that step any number of times.
-
-        It raises `StepFailed` if the program cannot be run.
-        """
+        """Return a function that runs that step any number of times; `StepFailed` if the program cannot be run."""
         inputs = synthetic_inputs(self.checkpoint.signature, shape.size)
 
         def run() -> object:
@@ -314,7 +398,6 @@ class ProgramTrial:
     def summarize(
         self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
     ) -> TrialTimes | None:
-        """Return the result, or None if too few steps were measured or their times are inconsistent."""
         encode = monotone_table({shape.size: took for shape, took in seconds.items()}, max_adjustment)
         if not encode:
             return None
@@ -345,32 +428,13 @@ def _synthetic_product(packing: FormFactory, weight: Tensor, bias: Tensor | None
     return synthetic_form(packing, Linear(("program",), inputs, outputs, bias is not None), bias, weight.dtype)
 
 
-MIN_STEP_TOKENS = 16  # tokens of one short text
-MAX_STEP_TOKENS = 2048  # tokens of a step; products have reached their best rate long before
-# a plan has smaller steps only if the user or the memory requires it: then larger ones are not timed
-DEFAULT_STEP_TOKENS = 512
-# up to this many tokens, reading weights may cost more than multiplying, so steps read as much as in the whole model
-MEMORY_BOUND_TOKENS = 64
-LONG_TEXT_TOKENS = 512  # tokens of the one text that shows the cost of attention
-
-
-RunTexts = Callable[[Sequence[TextSpan]], object]
-# (model, most tokens of a batch) -> a function that runs a batch to its end
-TextRunnerFactory = Callable[[Encoder, int], RunTexts]
-
-
 def cpu_text_runner(plan: ServingPlan, recorded_tokens: int) -> TextRunnerFactory:
-    """Run batches as `build_encoder_engine` does, recorded up to `recorded_tokens` tokens.
-
-    `device_text_runner` does this for other devices.
-    """
+    """Run batches as `build_encoder_engine` does, recorded up to `recorded_tokens` tokens."""
     off = "" if plan.steps.compile else plan.decisions["compile"].reason
     return lambda model, room: EncoderRunner(model, room, off, recorded_tokens).run
 
 
 class EncoderTrial:
-    """A few layers of an encoder under one plan, ready to be timed. The memory is released with the object."""
-
     def __init__(
         self,
         config: EncoderConfig,
@@ -396,13 +460,11 @@ class EncoderTrial:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def step_sizes(self) -> list[int]:
-        """Return the numbers of tokens of the steps to time."""
         target = self.plan.memory.batch_target_tokens
         most = target if target < DEFAULT_STEP_TOKENS else max(target, MAX_STEP_TOKENS)
         return doubling_sizes(min(MIN_STEP_TOKENS, most), most)
 
     def trial_steps(self, trial_shape: TrialShape) -> list[TrialStep]:
-        """Return the steps to time, the fastest first, since time may run out."""
         two, around = self.layer_counts[:2], sorted({self.layer_counts[0], self.layer_counts[-1]})
         most = max(self.step_sizes())
         sizes = sorted({min(size, most) for size in trial_shape.texts or self.step_sizes()})
@@ -418,7 +480,6 @@ class EncoderTrial:
         return shapes
 
     def step(self, shape: TrialStep) -> Callable[[], object]:
-        """Return a function that runs that step; it may be called any number of times."""
         run = self._runners[shape.layers]
         spans = self._spans(shape.size, shape.context or min(TABLE_TEXT_TOKENS, self.plan.memory.max_model_len))
         return lambda: run(spans)
@@ -434,7 +495,6 @@ class EncoderTrial:
     def summarize(
         self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
     ) -> TrialTimes | None:
-        """Return the result for the whole model, or None if steps are missing or their times are inconsistent."""
         layers = self.config.num_layers
         usual = ((shape.size, shape.layers, took) for shape, took in seconds.items() if not shape.context)
         encode = monotone_table(extrapolate_by_size(usual, float(layers)), max_adjustment)
@@ -453,12 +513,10 @@ class EncoderTrial:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of product weights that a step of the whole model reads."""
         return self._product_bytes(self.config.num_layers)
 
     @property
     def operations_per_token(self) -> float:
-        """Operations of all layers for one token: two for each multiply-add."""
         return 2.0 * sum(rows * columns for (rows, columns), _ in encoder_products_of(self.config))
 
     # ---- the model -------------------------------------------------------------------------------------------------
@@ -494,7 +552,6 @@ class EncoderTrial:
 
 
 def truncated_encoder_config(config: EncoderConfig, layers: int) -> EncoderConfig:
-    """Return the config with only its first `layers` layers."""
     cut = replace(config, num_layers=layers, windows=config.windows[:layers], ropes=config.ropes[:layers])
     if config.decoder is None:
         return cut

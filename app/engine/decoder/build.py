@@ -1,7 +1,6 @@
 """Builds the decoder engine: device, weights, KV memory, recorded or captured steps, and warm-up.
 
-The builders run on the thread that will run the steps. Serving and `armature bench engine` use the same functions,
-so the benchmark measures the engine that is served. The modules for a GPU are imported only for a GPU.
+It runs on the thread that will run the steps. The modules for a GPU are imported only for a GPU.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence, make_sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import MAX_DRAFT_TOKENS, Speculation, ngram_drafter
 from app.errors import PlanImpossible, StepFailed
 from app.hardware.plan.memory_budget import DRAFT_SEQS, draft_kv_tokens, draft_precision
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Generate, SamplingParams
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 from app.weights.checkpoint import Checkpoint
@@ -50,10 +48,7 @@ _WARM_UP_DECODES = 3  # decode steps of the warm-up on a GPU, one for each sampl
 def build_decoder_engine(
     request: BuildRequest[Checkpoint],
 ) -> BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder]:
-    """Load the weights on a CPU, build the engine and warm it up.
-
-    Raises a `StartupError` if the plan cannot be served.
-    """
+    """Load the weights on a CPU, build the engine and warm it up. Raises a `StartupError`."""
     plan, config = request.plan, request.checkpoint.decoder
     model, backend = load_on_device(request, select_host_backend)
     assert isinstance(model, Decoder), "a decoder's checkpoint"
@@ -80,10 +75,7 @@ def build_decoder_engine(
 def build_device_decoder_engine(
     request: BuildRequest[Checkpoint],
 ) -> BuiltEngine[DecoderEngine, DeviceDecoderRunner, Decoder]:
-    """Load the weights on a GPU, capture the common steps and warm up.
-
-    Raises a `StartupError` if the plan cannot be served.
-    """
+    """Load the weights on a GPU, capture the common steps and warm up. Raises a `StartupError`."""
     from app.engine.decoder.device_runner import DeviceDecoderRunner
 
     assert request.adapters is None, "adapters were refused for a device before"
@@ -104,7 +96,6 @@ def build_device_decoder_engine(
 def _decoder_engine(
     request: BuildRequest[Checkpoint], runner: DecoderRunner, pool: KvSlots, speculation: Speculation | None = None
 ) -> DecoderEngine:
-    """Return the engine of a runner that is warm."""
     plan, limits = request.plan, engine_limits(request.plan)
     prefill_budget = PrefillBudget(limits.max_batch_tokens, plan.steps.itl_target_seconds, request.step_time_model)
     scheduler = Scheduler(pool, prefill_budget, limits, request.eos_token_ids, speculation=speculation)
@@ -112,10 +103,7 @@ def _decoder_engine(
 
 
 def deterministic_query_limit(config: ModelConfig, plan: ServingPlan) -> int | None:
-    """Return how many queries of a sequence attention may compute together, or None for the fastest choice.
-
-    A limit is set only for `deterministic`, where a result must not depend on the other rows of the batch.
-    """
+    """Return how many queries attention may compute together; None, without `deterministic`, for the fastest choice."""
     if not plan.steps.deterministic:
         return None
     if not supports_heads(config.num_heads, config.num_kv_heads, config.head_dim):
@@ -129,8 +117,7 @@ def deterministic_query_limit(config: ModelConfig, plan: ServingPlan) -> int | N
 def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTimeModel) -> Speculation | None:
     """Return the speculation settings, or None if speculation is off.
 
-    The number of draft tokens is limited so that a sequence's queries still use the kernel for few queries. A step
-    with draft tokens never uses the kernel for prompts.
+    A sequence's queries, its draft tokens included, still use the kernel for few queries.
     """
     if not plan.steps.speculation:
         return None
@@ -140,7 +127,6 @@ def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTi
 
 
 def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> DraftModel:
-    """Load and warm up the draft model, in the model's precision and with the same threads."""
     plan, config = request.plan, draft.decoder
     request.report("loading the draft model")
     length = min(plan.memory.max_model_len, config.max_model_len)
@@ -159,10 +145,7 @@ def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> D
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:
-    """Return the shape of the KV memory, with two slots for each sequence that may run.
-
-    Each sequence owns one slot, and may also read a prefix from the slot of another one.
-    """
+    """Return the shape of the KV memory: two slots per running sequence, which may read a prefix from another slot."""
     return KvShape(
         num_layers=config.cache_layers,
         num_slots=2 * plan.memory.max_running_seqs,
@@ -173,19 +156,11 @@ def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:
 
 
 def engine_limits(plan: ServingPlan) -> EngineLimits:
-    """Return the engine limits that the plan sets."""
     return EngineLimits(plan.memory.max_model_len, plan.memory.max_running_seqs, plan.memory.max_batch_tokens)
 
 
 def warm_up_decoder(runner: CpuDecoderRunner) -> None:
-    """Run one prefill and one decode on a CPU without the scheduler.
-
-    The first client then does not pay for pools and code generation. The KV memory that was written is released.
-    The prefill budget never sees these steps.
-
-    Raises:
-        StepFailed: The logits are not finite.
-    """
+    """Run a prefill and a decode, so that no client pays for pools. Raises `StepFailed` if they are not finite."""
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     length = max(1, min(WARM_UP_TOKENS, runner.kv_cache.shape.max_len - 1))
     sequence = _warm_up_sequence(length, params)
@@ -196,10 +171,7 @@ def warm_up_decoder(runner: CpuDecoderRunner) -> None:
 
 
 def allocate_kv_pages(model: Decoder, plan: ServingPlan, backend: DeviceBackend) -> PagedKvCache:
-    """Allocate as many KV pages as the plan has bytes for, but no more than all slots can fill.
-
-    One page is reserved: it belongs to no sequence. Raises `PlanImpossible` if the pages do not fit.
-    """
+    """Allocate as many KV pages as the plan has bytes for, at most all slots' and one. Raises `PlanImpossible`."""
     from app.engine.decoder.paged_kv_cache import PagedKvCache
 
     shape, dtype = kv_shape(model.config, plan), kv_dtype(plan)
@@ -238,8 +210,7 @@ def capture_startup_steps(runner: DeviceDecoderRunner, report: ReportStage) -> N
 def warm_up_device_decoder(runner: DeviceDecoderRunner, max_batch_tokens: int) -> None:
     """Run prompts and decodes on a GPU without the scheduler, so that no client waits for kernel compilation.
 
-    The KV memory that was written is released. The largest possible step is included: if it does not fit in device
-    memory, this is logged at startup instead of failing a request later.
+    A step of the largest size that does not fit in device memory is logged now, not a failed request later.
     """
     most = min(max_batch_tokens, runner.kv_cache.capacity_tokens, runner.kv_cache.shape.max_len) - _WARM_UP_DECODES
     _run_prompt_and_decodes(runner, max(1, min(WARM_UP_TOKENS, most)))
@@ -257,7 +228,6 @@ def warm_up_device_decoder(runner: DeviceDecoderRunner, max_batch_tokens: int) -
 
 
 def _run_prompt_and_decodes(runner: DeviceDecoderRunner, tokens: int) -> None:
-    """Run a prompt in two parts, the second of at least one token, and then one decode for each sampling mode."""
     try:
         sequence, half = _warm_up_sequence(tokens, SamplingParams(temperature=0.0)), max(1, tokens - WARM_UP_TOKENS)
         for start, end in ((0, half), (half, tokens)):
@@ -272,7 +242,6 @@ def _run_prompt_and_decodes(runner: DeviceDecoderRunner, tokens: int) -> None:
 
 
 def _run_warm_up(runner: CpuDecoderRunner | DeviceDecoderRunner, span: ScheduledSpan) -> tuple[int, ...]:
-    """Run a step of one span, and return its sampled token, if it samples one."""
     samples = runner.run(Batch((span,)))
     if not all(one.is_finite for one in samples):
         raise StepFailed("The logits of the warm-up are not finite.")

@@ -1,10 +1,9 @@
 """CPU runner of a decoder: it moves KV memory, builds the inputs of a step, runs the model and samples the tokens.
 
-The scheduler decides which sequences are in the batch, and the backend computes attention. A decode step whose shape
-was seen before is replayed natively, without the Python interpreter. A recording covers the model from token ids to
-each row's top logits, or to the input of the output layer if full logits are needed. Only values at fixed addresses
-change from step to step. If a model or machine uses operations that cannot be recorded, all steps stay eager and the
-reason is kept.
+A decode step whose shape was seen before is replayed natively, without the Python interpreter: from token ids to each
+row's top logits, or to the input of the output layer if full logits are needed. Only values at fixed addresses change
+from step to step. If a model or machine uses operations that cannot be recorded, all steps stay eager and the reason is
+kept.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from torch import Tensor
 from app.backends.base import HostBackend
 from app.engine.decoder.adapters import AdapterSlots
 from app.engine.decoder.kv_cache import KvCache
-from app.engine.sampling.masks import TokenMasks
-from app.engine.sampling.sampler import Sampler, sample_top_logits, score_prompts, top_logits_request
+from app.engine.sampling.sampler import Sampler, TokenMasks, sample_top_logits, score_prompts, top_logits_request
 from app.engine.scheduler.batch import (
     Batch,
     CompletedStep,
@@ -45,35 +43,26 @@ from armature_kernels.native.recording import NotRecordable, RecordedOperations,
 _MAX_FIXED_TOKENS = 2**16  # step size up to which the inputs keep a fixed address
 # queries per attention call if the queries per sequence are limited; this bounds the scratch memory
 _MAX_BATCHED_QUERIES = 64
-
-
-class StepModel(Protocol):
-    """The model of a runner: a `Decoder`, or its recorded steps."""
-
-    def __call__(self, context: StepContext) -> Tensor | TopLogits:
-        """Return what `Decoder.forward` does."""
-        ...
-
-    def hidden(self, context: StepContext) -> Tensor:
-        """Return what `Decoder.hidden` does."""
-        ...
-
-    def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
-        """Return what `Decoder.logits` does."""
-        ...
+RECORD_AFTER_STEPS = 2  # number of steps of a shape before one is recorded
+# Per step: more than any plan for a CPU allows unasked. A recording keeps the results of its step: at 512 tokens about
+# 50 MB for a model of 1B parameters, shared by all recordings.
+MAX_RECORDED_TOKENS = 1024
+MAX_RECORDINGS = 128  # the least recently used recording is dropped
+_MAX_COUNTED_SHAPES = 4096  # number of shapes that are counted
+HIDDEN_ROWS = TopLogitsRequest(0)  # in place of top logits in the shape of a step that returns hidden states
+RecordedShape = tuple[int, int, TopLogitsRequest | None]  # tokens, rows of logits, required top logits
 
 
 class CpuDecoderRunner:
-    """The decode runner of a CPU. It is used on the worker thread only.
+    """The decode runner of a CPU, for the worker thread only.
 
-    Between two calls it keeps no state except the KV cache and reusable buffers. If `max_queries_together` is set,
-    the result of a sequence does not depend on the other sequences of the batch, not even in one bit: at most that
-    number of its queries attend together, and tokens are always sampled from full logits.
+    With `max_queries_together` the result of a sequence does not depend on the batch, not even in one bit: at most that
+    number of its queries attend together, and tokens are sampled from full logits.
     """
 
     def __init__(
         self,
-        model: StepModel,
+        model: Decoder | DecoderReplay,
         kv_cache: KvCache,
         backend: HostBackend,
         sampler: Sampler,
@@ -103,7 +92,6 @@ class CpuDecoderRunner:
 
     @property
     def is_native(self) -> bool:
-        """True if the last step was replayed."""
         return isinstance(self.model, DecoderReplay) and self.model.is_native
 
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
@@ -112,25 +100,17 @@ class CpuDecoderRunner:
         return CompletedStep(batch, self.run(batch))
 
     def wait(self, in_flight: InFlightStep) -> Items[SampledTokens]:
-        """Return the samples of a completed step."""
         assert isinstance(in_flight, CompletedStep), "the step must come from this runner"
         return in_flight.samples
 
     def can_run_ahead(self, batch: Batch) -> bool:
-        """Return False: no step is launched ahead on the CPU."""
         return False
 
     def survives(self, error: Exception) -> bool:
-        """Return False: a system that is out of memory ends the process."""
         return False
 
     def run(self, batch: Batch) -> list[SampledTokens]:
-        """Compute a batch and return one `SampledTokens` for each row that samples.
-
-        The rows are in the order of the spans, and within a span the last known token comes before the draft
-        tokens. Copies are done before releases, because a released page may be the source of a copy. Released
-        pages hold nothing that this step needs.
-        """
+        """Compute a batch and return the samples of each row that samples, in order of spans and positions."""
         with torch.inference_mode():
             self.kv_cache.move(batch.copies, batch.released)
             rows = logit_rows_of(batch.spans)
@@ -151,7 +131,6 @@ class CpuDecoderRunner:
             )
 
     def _scored_outputs(self, batch: Batch, context: StepContext, rows: list[LogitRow]) -> Tensor | TopLogits:
-        """Compute a step that also scores prompts. Return the outputs of the rows that are sampled."""
         hidden = self.model.hidden(context)
         scores = score_prompts(batch, hidden, self._all_logits)
         self.prompt_scores = [one.on_host() for one in scores]
@@ -199,16 +178,15 @@ class CpuDecoderRunner:
 
 
 def to_model_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on the device of the model. On a CPU it is returned as it is, without a call to torch."""
+    """Return the tensor on the device of the model, on a CPU without a call to torch."""
     return values if device.type == "cpu" else values.to(device)
 
 
 class StepAttention:
     """The attention of every step. It implements `Attend`.
 
-    Everything that does not depend on the layer is prepared once per step, at fixed addresses. If
-    `max_queries_together` is set, at most that number of a sequence's queries attend together. All queries then
-    use the same computation, independent of the prefill chunk that they came in.
+    What does not depend on the layer is prepared once per step, at fixed addresses. With `max_queries_together` all
+    queries use the same computation, whatever prefill chunk they came in.
     """
 
     def __init__(self, kv_cache: KvCache, backend: HostBackend, max_queries_together: int | None = None) -> None:
@@ -240,10 +218,7 @@ class StepAttention:
 
     @property
     def is_replayable(self) -> bool:
-        """True if the step can be replayed for other steps of the same shape.
-
-        Then no layer's operations depend on the sequences in the batch.
-        """
+        """True if no layer's operations depend on the sequences in the batch, only on its shape."""
         return len(self._parts) < 2 and self._rows.stays and self._step.is_replayable
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
@@ -264,21 +239,7 @@ class StepAttention:
         return self._backend.attention(query, kv, self._step, spec)
 
 
-RECORD_AFTER_STEPS = 2  # number of steps of a shape before one is recorded
-# Per step: more than any plan for a CPU allows unasked. A recording keeps the results of its step: at 512 tokens about
-# 50 MB for a model of 1B parameters, shared by all recordings.
-MAX_RECORDED_TOKENS = 1024
-MAX_RECORDINGS = 128  # the least recently used recording is dropped
-_MAX_COUNTED_SHAPES = 4096  # number of shapes that are counted
-
-HIDDEN_ROWS = TopLogitsRequest(0)  # in place of top logits in the shape of a step that returns hidden states
-
-RecordedShape = tuple[int, int, TopLogitsRequest | None]  # tokens, rows of logits, required top logits
-
-
 class DecoderReplay:
-    """The recorded steps of one model and one KV cache. It is used on the worker thread only."""
-
     def __init__(self, model: Decoder, disabled_reason: str = "", record_after: int = RECORD_AFTER_STEPS) -> None:
         self.model = model
         self.reason = disabled_reason  # reason why every step is eager; empty if steps are recorded
@@ -292,7 +253,6 @@ class DecoderReplay:
         self.recorded: OrderedDict[RecordedShape, RecordedOperations] = OrderedDict()
 
     def __call__(self, context: StepContext) -> Tensor | TopLogits:
-        """Compute a step as the model's `forward` does."""
         result = self._compute(context, context.top_logits)
         return result if isinstance(result, TopLogits) else self.model.outputs(result, context.top_logits)
 
@@ -302,18 +262,15 @@ class DecoderReplay:
         return result
 
     def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
-        """Compute logits as the model's `logits` does, without a recording."""
         return self.model.logits(hidden, wanted)
 
     def _body(self, wanted: TopLogitsRequest | None) -> Callable[[StepContext], Any]:
-        """Return the part of the model that is recorded: as much of it as has native operations."""
         model = self.model
         if wanted is HIDDEN_ROWS:
             return model.hidden
         return model.forward if wanted is not None and model.output.has_top_logits else model.body
 
     def _compute(self, context: StepContext, wanted: TopLogitsRequest | None) -> Any:
-        """Return the result of the recorded part, from a recording if there is one for this shape and these results."""
         self.is_first = self.is_native = False
         self.num_steps += 1
         if self.reason or context.shape is None or context.shape[0] > MAX_RECORDED_TOKENS:
@@ -328,7 +285,6 @@ class DecoderReplay:
         return recorded.run()
 
     def _eager(self, body: Callable[[StepContext], Any], shape: RecordedShape, context: StepContext) -> Any:
-        """Compute a step eagerly, and record it if its shape was seen often enough."""
         self._num_seen[shape] += 1
         self.is_first = True
         if self._num_seen[shape] <= self._record_after:

@@ -1,7 +1,7 @@
 """Captured decode steps of a device: common shapes are captured while loading, the others before their first use.
 
 A smaller step is padded to the next bucket of batch sizes. A step that is not captured runs eagerly with the same
-result. If the device captures nothing or has no memory left, the reason is recorded and logged.
+result; the reason is logged.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from app.hardware.plan.memory_budget import GRAPHS_BYTES
 
 _LOG = logging.getLogger(__name__)
 LARGEST_STARTUP_BUCKET = 64  # sequences; steps of up to this size are captured while loading
+LARGEST_BUCKET = 256  # sequences; above this the step takes the device longer than the host needs to launch it
+# (up to, in steps of). Small batches are the common case, and there a padding row costs the most.
+_BUCKET_STEPS = ((2, 1), (4, 2), (8, 4), (64, 8), (LARGEST_BUCKET, 16))
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """The key of a captured step."""
-
     bucket: int
     mode: SamplingMode
 
 
 class DecodeGraphs:
-    """The captured steps of one runner.
-
-    `work` computes a step of a shape from the inputs in the runner's block.
-    """
+    """The captured steps of one runner. `work` computes a step of a shape from the inputs in the runner's block."""
 
     def __init__(
         self,
@@ -40,14 +38,7 @@ class DecodeGraphs:
         row_bytes: Mapping[SamplingMode, int],
         off: str = "",
     ) -> None:
-        """Create an empty set of graphs.
-
-        Args:
-            backend: Device that captures and replays the steps.
-            work: Function that computes a step of a shape.
-            row_bytes: Memory that a captured step holds for each of its rows, by sampling mode.
-            off: Reason why no step is captured; empty if steps are captured.
-        """
+        """Begin without graphs. `row_bytes` is a captured step's memory per row; `off`: why no step is captured."""
         self._backend = backend
         self._work = work
         self._row_bytes = row_bytes
@@ -64,16 +55,13 @@ class DecodeGraphs:
         return not self.reason or bool(self.captured)
 
     def should_capture(self, shape: GraphShape) -> bool:
-        """Return True if a step of this shape must be captured before it is run."""
         too_large = self._too_large.get(shape.mode, shape.bucket + 1)
         return shape.bucket < too_large and not self.reason and shape not in self.captured
 
     def capture(self, shape: GraphShape) -> None:
-        """Capture a step of this shape.
-
-        This computes the step several times, so all of its rows must be padding rows.
-        """
-        if self._needed_bytes(shape) > min(GRAPHS_BYTES, self._backend.free_bytes()):
+        """Capture a step of this shape, which computes it several times: all of its rows must be padding."""
+        needed_bytes = shape.bucket * self._row_bytes[shape.mode]  # captured steps share memory: the largest counts
+        if needed_bytes > min(GRAPHS_BYTES, self._backend.free_bytes()):
             self._skip_size(shape, "its logits would take more memory than is kept for captured steps")
             return
         try:
@@ -90,15 +78,7 @@ class DecodeGraphs:
             return
         self.captured[shape] = captured
 
-    def _needed_bytes(self, shape: GraphShape) -> int:
-        """Return the memory that the capture needs, in bytes.
-
-        Captured steps share their memory, so only the largest counts.
-        """
-        return shape.bucket * self._row_bytes[shape.mode]
-
     def run(self, shape: GraphShape) -> None:
-        """Launch a step: replay it if it was captured, else run it eagerly."""
         captured = self.captured.get(shape)
         if captured is None:
             self._work(shape)
@@ -118,10 +98,7 @@ class DecodeGraphs:
 
 
 def captured_row_bytes(vocab_size: int, scratch_rows: int) -> Mapping[SamplingMode, int]:
-    """Return the memory per row that a captured step holds, in bytes, by sampling mode.
-
-    Most of it is the logits: at most one row in fp32. Random sampling holds `scratch_rows` more rows of that size.
-    """
+    """Return the bytes per row of a captured step by sampling mode: logits, and `scratch_rows` if random."""
     row = 4 * vocab_size
     return {
         SamplingMode.GREEDY: row,
@@ -131,22 +108,13 @@ def captured_row_bytes(vocab_size: int, scratch_rows: int) -> Mapping[SamplingMo
 
 
 def startup_shapes(buckets: tuple[int, ...]) -> Iterator[GraphShape]:
-    """Yield the shapes to capture while loading, largest first, so that smaller ones reuse the memory."""
     for bucket in reversed([bucket for bucket in buckets if bucket <= LARGEST_STARTUP_BUCKET]):
         for mode in (SamplingMode.GREEDY, SamplingMode.RANDOM, SamplingMode.FILTERED):
             yield GraphShape(bucket, mode)
 
 
-LARGEST_BUCKET = 256  # sequences; above this the step takes the device longer than the host needs to launch it
-# (up to, in steps of). Small batches are the common case, and there a padding row costs the most.
-_BUCKET_STEPS = ((2, 1), (4, 2), (8, 4), (64, 8), (LARGEST_BUCKET, 16))
-
-
 def bucket_sizes(max_sequences: int) -> tuple[int, ...]:
-    """Return the bucket sizes in ascending order.
-
-    The last one holds `max_sequences`, or is `LARGEST_BUCKET` if that is smaller.
-    """
+    """Return the bucket sizes in ascending order; the last holds `max_sequences`, or is `LARGEST_BUCKET`."""
     assert max_sequences > 0, "max_sequences must be positive"
     sizes, size = [1], 1
     for end, step in _BUCKET_STEPS:
@@ -157,6 +125,5 @@ def bucket_sizes(max_sequences: int) -> tuple[int, ...]:
 
 
 def smallest_bucket(sequences: int, buckets: tuple[int, ...]) -> int | None:
-    """Return the smallest bucket that holds this number of sequences; None if none does."""
     place = bisect_left(buckets, sequences)
     return buckets[place] if place < len(buckets) else None

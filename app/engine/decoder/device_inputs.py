@@ -1,8 +1,7 @@
 """Inputs of a device step, packed into one int64 block that is sent to the device in one copy.
 
-This module computes the inputs on the host; the runner sends them and computes the step. `DecodeInputs` derives the
-inputs of decode steps that run one after another from those of the previous step: most columns stay the same, the
-others increase by one. `fill_step` writes the inputs of all other steps.
+`DecodeInputs` derives the inputs of decode steps that run one after another from those of the previous step: most
+columns stay the same, the others increase by one. `fill_step` writes the inputs of other steps.
 """
 
 from __future__ import annotations
@@ -22,10 +21,13 @@ from app.engine.sampling.rows import COLUMNS, filters_of, stream_start, uniform_
 from app.engine.scheduler.batch import LogitRow, ScheduledSpan, Sequence
 from armature_kernels.attention.paged import PAGE_TOKENS
 
+ColumnArray = NDArray[Any]
+View = TypeVar("View", Tensor, ColumnArray)
+# returns the rows of the KV cache that spans write, and allocates the pages that they begin
+KvRowsOfSpans = Callable[[Items[ScheduledSpan]], list[int]]
+
 
 class SamplingMode(Enum):
-    """The method by which the tokens of a step are sampled."""
-
     GREEDY = "greedy"  # most likely token, on the device
     RANDOM = "drawn"  # any token, with one temperature per row, on the device
     FILTERED = "filtered"  # a token that the row's top_k, top_p and min_p leave, on the device
@@ -33,10 +35,7 @@ class SamplingMode(Enum):
 
 
 def sampling_mode(rows: Items[LogitRow], samples_randomly: bool) -> SamplingMode:
-    """Return the simplest sampling mode that is sufficient for all rows of a step.
-
-    `samples_randomly` is True if the device can sample randomly.
-    """
+    """Return the simplest sampling mode that is sufficient for all rows of a step."""
     params = [row.sequence.params for row in rows]
     if any(one.changes_scores or one.beam_width > 1 or one.logprobs is not None for one in params):
         return SamplingMode.LOGITS
@@ -60,20 +59,12 @@ class StepSizes:
 
     @classmethod
     def of_bucket(cls, bucket: int) -> StepSizes:
-        """Return the sizes of a step that decodes one token of each sequence, padded to this bucket."""
         return cls(bucket, bucket, bucket)
 
     @classmethod
     def of(cls, spans: Items[ScheduledSpan], samples: int) -> StepSizes:
-        """Return the sizes of these spans.
-
-        There is at least one row of logits: a step that samples nothing must not multiply a matrix of zero rows.
-        """
+        """Return the sizes of these spans, with at least one row of logits: a product of zero rows is an error."""
         return cls(sum(span.num_tokens for span in spans), len(spans), max(1, samples))
-
-
-ColumnArray = NDArray[Any]
-View = TypeVar("View", Tensor, ColumnArray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +93,12 @@ class StepViews(Generic[View]):
 
     @classmethod
     def of(cls, views: Mapping[str, View]) -> StepViews[View]:
-        """Return the views with these names."""
         columns = {column.name: views[column.name] for column in COLUMNS}
         return cls(**{name: view for name, view in views.items() if name not in columns}, columns=columns)
 
 
 def _fields(sizes: StepSizes) -> Mapping[str, tuple[int, torch.dtype]]:
-    """Return the length and dtype of each input in the order of the block.
-
-    Each begins at a multiple of 8 bytes.
-    """
+    """Return the length and dtype of each input in the order of the block, each at a multiple of 8 bytes."""
     tokens, sequences, samples = sizes.tokens, sizes.sequences, sizes.samples
     return {
         "token_ids": (tokens, torch.int64),
@@ -128,20 +115,15 @@ def _fields(sizes: StepSizes) -> Mapping[str, tuple[int, torch.dtype]]:
 
 
 def block_size(sizes: StepSizes) -> int:
-    """Return the length of the block of a step of these sizes, in int64 values."""
     return sum(_int64_count(count, dtype) for count, dtype in _fields(sizes).values())
 
 
 def block_views(block: Tensor, sizes: StepSizes, samples_randomly: bool = True) -> StepViews[Tensor]:
-    """Return views of the first part of `block`, an int64 tensor.
-
-    A device that does not sample randomly may not support float64 either. For it, float64 inputs stay int64 views.
-    """
+    """Return views of the first part of `block`; float64 inputs stay int64 without random sampling."""
     return StepViews.of(_named_views(block, sizes, samples_randomly))
 
 
 def block_arrays(block: Tensor, sizes: StepSizes) -> StepViews[ColumnArray]:
-    """Return numpy views of the first part of a block on the host."""
     return StepViews.of({name: view.numpy() for name, view in _named_views(block, sizes).items()})
 
 
@@ -160,25 +142,17 @@ def _int64_count(count: int, dtype: torch.dtype) -> int:
 
 
 def table_update_views(block: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the views of page table updates: cells [count] int64 and pages [count] int32.
-
-    `block` is the part of the input block that follows the step's inputs.
-    """
+    """Return the views of page table updates: cells [count] int64 and pages [count] int32."""
     return block[:count], block[count : table_update_size(count)].view(torch.int32)[:count]
 
 
 def table_update_size(count: int) -> int:
-    """Return the length of the update views, in int64 values."""
     return count + _int64_count(count, torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayout:
-    """Constants of the device memory layout.
-
-    `block_start` is the index at which the input block begins in the device buffer. `padding_slot` is the slot of
-    padding rows.
-    """
+    """Layout of the device memory: index of the input block in the device buffer, and slot of padding rows."""
 
     block_start: int
     padding_slot: int
@@ -193,7 +167,6 @@ class SamplingColumns:
 
     @classmethod
     def of(cls, sequences: Items[Sequence]) -> SamplingColumns:
-        """Collect the parameters of these sequences."""
         params = [sequence.params for sequence in sequences]
         return cls(
             numpy.array([stream_start(sequence.seed) for sequence in sequences], numpy.uint64),
@@ -210,10 +183,7 @@ class SamplingColumns:
 def fill_step(
     views: StepViews[ColumnArray], spans: Items[ScheduledSpan], kv_rows: Items[int], layout: DeviceLayout
 ) -> None:
-    """Write the inputs of spans whose tokens the host knows.
-
-    Rows beyond the spans are padding: they have no context and write to the padding page.
-    """
+    """Write the inputs of spans whose tokens the host knows. The other rows write to the padding page."""
     # the token ids are the first part of the block
     views.sources[:] = numpy.arange(layout.block_start, layout.block_start + len(views.sources))
     token_ids: list[int] = []
@@ -268,16 +238,12 @@ def write_column(view: ColumnArray, values: list[int] | list[float] | ColumnArra
         view[len(values) :] = rest
 
 
-# returns the rows of the KV cache that spans write, and allocates the pages that they begin
-KvRowsOfSpans = Callable[[Items[ScheduledSpan]], list[int]]
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
     """The inputs of a step that decodes one token of each sequence.
 
-    `positions` are computed, and their keys and values are written to the rows `kv_rows` of the KV cache. `rows`
-    gives, for each sequence, the row of the previous step that samples its token.
+    `positions` are computed into the rows `kv_rows` of the KV cache. `rows` gives, for each sequence, the row of the
+    previous step that samples its token.
     """
 
     sequences: list[Sequence]
@@ -292,10 +258,7 @@ class DecodeInputs:
     def after_step(
         cls, before: Items[ScheduledSpan], spans: Items[ScheduledSpan], mode: SamplingMode, kv_rows_of: KvRowsOfSpans
     ) -> DecodeInputs:
-        """Build the inputs of the first step that is launched ahead, after a step `before` of any kind.
-
-        The previous step has a row for each of these sequences, and may have rows of other sequences.
-        """
+        """Build the inputs of the first step that is launched ahead, after a step `before` of any kind."""
         sequences = [span.sequence for span in spans]
         rows = {id(span.sequence): row for row, span in enumerate(before)}
         return cls(
@@ -309,10 +272,6 @@ class DecodeInputs:
         )
 
     def next_step(self, spans: Items[ScheduledSpan], kv_rows_of: KvRowsOfSpans) -> DecodeInputs:
-        """Return the inputs of the next step of the same sequences.
-
-        Each KV row follows the previous one, except where a new page begins.
-        """
         positions, rows = self.positions + 1, self.kv_rows + 1
         begun = numpy.flatnonzero(positions % PAGE_TOKENS == 0)
         if len(begun):
@@ -320,10 +279,7 @@ class DecodeInputs:
         return DecodeInputs(self.sequences, self.mode, numpy.arange(len(rows)), self.slots, positions, rows, self.draws)
 
     def fill(self, views: StepViews[ColumnArray], layout: DeviceLayout) -> None:
-        """Write all inputs of the step into the views.
-
-        Rows beyond the sequences are padding up to the bucket size, as in `fill_step`.
-        """
+        """Write all inputs of the step into the views, with padding rows as in `fill_step`."""
         rows = len(views.slots)
         views.token_ids[:] = 0
         write_column(views.sources, self.rows, layout.block_start)

@@ -1,8 +1,7 @@
 """Runner for a device with its own memory and queue: it launches steps and waits when their ids are needed.
 
-All work of all steps goes into one queue, so a step that overwrites device memory runs after the previous step has
-read it. On the host there are two buffers for the steps in flight, because the device reads one while the other is
-written.
+All work goes into one queue, so a step that overwrites device memory runs after the previous step has read it. On the
+host there are two buffers for the steps in flight: the device reads one while the other is written.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ from app.engine.decoder.device_inputs import (
     table_update_views,
 )
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.sampling.masks import TokenMasks
 from app.engine.sampling.rows import SamplingTensors, sample_greedy, sample_random, scratch_rows
-from app.engine.sampling.sampler import Sampler, SpanScores, score_prompts
+from app.engine.sampling.sampler import Sampler, SpanScores, TokenMasks, score_prompts
 from app.engine.scheduler.batch import Batch, InFlightStep, LogitRow, SampledTokens, ScheduledSpan, logit_rows_of
-from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import EngineLimits
 from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import QkvHeads
@@ -45,6 +43,8 @@ from armature_kernels.attention.context import AttentionSpec, StepContext
 from armature_kernels.attention.convolution import paged_convolve_torch
 from armature_kernels.attention.paged import PagedStep
 from armature_kernels.elementwise.rope import apply_rope_and_write_kv
+
+MAX_TABLE_UPDATES = 4096  # page table entries that are sent with a step's inputs; a long cached prefix may need more
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,6 @@ class StepBounds:
 
     @classmethod
     def of(cls, spans: abc.Sequence[ScheduledSpan]) -> StepBounds:
-        """Return the bounds of these spans."""
         alone = [span.num_tokens == 1 for span in spans]
         num_decodes = alone.index(False) if False in alone else len(alone)
         max_queries, max_context = max(span.num_tokens for span in spans), max(span.end for span in spans)
@@ -86,8 +85,7 @@ class PagedAttention:
 class DeviceForward:
     """The model, the KV cache and the buffer of a device, from which steps are computed.
 
-    `buffer` is an int64 tensor on the device that never moves: first the ids that steps sampled, then the input
-    block.
+    `buffer` is an int64 tensor that never moves: first the ids that steps sampled, then the input block.
     """
 
     def __init__(self, model: Decoder, kv_cache: PagedKvCache, backend: DeviceBackend, buffer: Tensor) -> None:
@@ -97,18 +95,15 @@ class DeviceForward:
         self.buffer = buffer
 
     def logits(self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds) -> Tensor:
-        """Compute the logits [samples, vocab] from the inputs in these device views."""
         which = None if sizes.samples == sizes.tokens else views.logit_rows
         logits = self.model(self._context(views, bounds, which))
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
     def hidden(self, views: StepViews[Tensor], bounds: StepBounds) -> Tensor:
-        """Compute the hidden states [tokens, size] of all tokens from the inputs in these device views."""
         return self.model.hidden(self._context(views, bounds, None))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Compute the logits [rows, vocab] of some rows of hidden states."""
         logits = self.model.logits(hidden)
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
@@ -130,10 +125,7 @@ class DeviceForward:
         return StepContext(token_ids, views.positions, logit_rows, attend)
 
     def sample(self, logits: Tensor, views: StepViews[Tensor], mode: SamplingMode) -> None:
-        """Sample each row of logits [samples, vocab] and write the ids to the buffer.
-
-        The id is -1 if the row's logits are not finite.
-        """
+        """Sample each row of logits [samples, vocab] and write the ids to the buffer; -1 for rows not finite."""
         if mode is SamplingMode.GREEDY:
             ids = sample_greedy(logits)
         else:
@@ -160,10 +152,7 @@ class DeviceInFlightStep:
     host_ids: list[int] | None = None
 
     def wait_ids(self) -> list[int]:
-        """Wait for the step and return its sampled ids.
-
-        The ids are copied to a list, because a later step reuses the tensor.
-        """
+        """Wait for the step and return its sampled ids, as a list since a later step reuses the tensor."""
         if self.host_ids is None:
             self.mark.wait()
             self.host_ids = self.ids.tolist()
@@ -172,25 +161,18 @@ class DeviceInFlightStep:
 
 @dataclass(slots=True)
 class HostBuffer:
-    """The host copy of a step's input block (`block`, int64) and of its sampled ids.
-
-    The buffer is reused once the device has read the last inputs that were sent from it.
-    """
+    """The host copy of a step's input block (int64) and of its sampled ids, reused once the device has read it."""
 
     block: Tensor
     ids: Tensor
-    mark: DeviceEvent | None = (
-        None  # marks the end of a transfer from this buffer that did not become an in-flight step
-    )
+    # Marks the end of a transfer from this buffer that did not become an in-flight step
+    mark: DeviceEvent | None = None
     in_flight: DeviceInFlightStep | None = None
     # views of bucket sizes, kept because creating them costs more than filling them
     views: dict[StepSizes, StepViews[ColumnArray]] = field(default_factory=dict)
 
     def free(self) -> None:
-        """Wait until the device no longer uses this buffer.
-
-        An in-flight step that was never waited for is completed here, and its ids are read.
-        """
+        """Wait until the device no longer uses this buffer; an in-flight step that nobody waited for ends here."""
         if self.in_flight is not None:
             self.in_flight.wait_ids()
         if self.mark is not None:
@@ -198,10 +180,7 @@ class HostBuffer:
         self.in_flight = self.mark = None
 
     def block_views(self, sizes: StepSizes, keep: bool) -> StepViews[ColumnArray]:
-        """Return the array views of the input block for these sizes.
-
-        If `keep` is True, the views are kept for later steps of the same sizes.
-        """
+        """Return the array views of the input block for these sizes; `keep` them for later steps of these sizes."""
         views = self.views.get(sizes)
         if views is None:
             views = block_arrays(self.block, sizes)
@@ -210,17 +189,8 @@ class HostBuffer:
         return views
 
 
-MAX_TABLE_UPDATES = 4096  # page table entries that are sent with a step's inputs; a long cached prefix may need more
-
-
 @dataclass(frozen=True, slots=True)
 class _StepTask:
-    """A batch and the plan for computing it.
-
-    `shape` is None if the step is not one of the captured shapes. `inputs` is set for a step that is launched
-    ahead.
-    """
-
     batch: Batch
     num_samples: int
     mode: SamplingMode
@@ -232,10 +202,7 @@ class _StepTask:
 
 
 class DeviceDecoderRunner:
-    """The decode runner of a device. It is used on the worker thread only.
-
-    `eager` is the reason why no step is captured. If it is empty, steps that only decode are captured.
-    """
+    """The decode runner of a device, for the worker thread. `eager`: reason why no step is captured."""
 
     def __init__(
         self, model: Decoder, kv_cache: PagedKvCache, backend: DeviceBackend, limits: EngineLimits, eager: str = ""
@@ -272,10 +239,7 @@ class DeviceDecoderRunner:
         self._finished_at = 0.0
 
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> DeviceInFlightStep:
-        """Launch a step on the device and return without waiting.
-
-        Copies are done before releases, because a released page may be the source of a copy.
-        """
+        """Launch a step on the device and return without waiting. A released page may be the source of a copy."""
         assert after is None or after is self._last_launched, (
             "a step launched ahead must follow the last in-flight step"
         )
@@ -298,7 +262,6 @@ class DeviceDecoderRunner:
         return self._last_launched
 
     def wait(self, in_flight: InFlightStep) -> list[SampledTokens]:
-        """Wait for a step and return one `SampledTokens` for each row that samples, in the order of the spans."""
         assert isinstance(in_flight, DeviceInFlightStep), "the step must come from this runner"
         ids = in_flight.wait_ids()
         now = time.perf_counter()
@@ -314,7 +277,6 @@ class DeviceDecoderRunner:
         return [SampledTokens((token_id,)) for token_id in ids]
 
     def run(self, batch: Batch) -> list[SampledTokens]:
-        """Launch a step and wait for its samples."""
         return self.wait(self.launch(batch))
 
     def can_run_ahead(self, batch: Batch) -> bool:
@@ -325,17 +287,11 @@ class DeviceDecoderRunner:
         return decodes and sampling_mode(logit_rows_of(batch.spans), self.backend.can_sample) is not SamplingMode.LOGITS
 
     def survives(self, error: Exception) -> bool:
-        """Return True if the backend survives the error and the batch's copies and releases were completed.
-
-        Copies and releases that were left undone cannot be repeated.
-        """
+        """Return True if the backend survives the error and the batch's copies and releases were completed."""
         return self.backend.recover_from_oom(error) and self._copies_done
 
     def capture(self, shape: GraphShape) -> None:
-        """Capture a step of this shape with padding rows only.
-
-        The ids that the previous step sampled are preserved.
-        """
+        """Capture a step of this shape with padding rows only, preserving the ids of the previous step."""
         with torch.inference_mode():
             buffer, sampled_ids, sizes = self._free_buffer(), self._ids.clone(), StepSizes.of_bucket(shape.bucket)
             buffer.mark = self.backend.record_event()
@@ -395,7 +351,6 @@ class DeviceDecoderRunner:
         return DeviceInFlightStep(task.batch, task.inputs, self.backend.record_event(), ids, logits, started, scores)
 
     def _send(self, buffer: HostBuffer, count: int) -> None:
-        """Send the first `count` int64 values of the buffer to the device, and update the page tables there."""
         if not self._table_updates:
             self._block[:count].copy_(buffer.block[:count], non_blocking=True)
             return
@@ -419,10 +374,7 @@ class DeviceDecoderRunner:
         self._table_updates.clear()
 
     def _compute(self, task: _StepTask) -> tuple[Tensor | None, list[SpanScores]]:
-        """Compute a step, and return the scores of prompts, if the step has any.
-
-        The sampled ids are left in the buffer, or the logits are returned if the sampler needs them.
-        """
+        """Compute a step. Return logits if the sampler needs them (else ids are in the buffer), and scores."""
         if task.shape is not None:
             self.graphs.run(task.shape)
             return None, []

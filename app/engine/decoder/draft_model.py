@@ -1,8 +1,7 @@
 """A draft model: a second, smaller decoder that proposes the next tokens, which the served model verifies.
 
 It has its own KV memory, one slot for each sequence that it drafts for, and its own recorded steps. It drafts greedily,
-for all sequences of a step together. The served model verifies draft tokens as it does those of n-gram lookup, so they
-decide the speed and never the text. Nothing is computed for a sequence before it is drafted for: the draft model then
+for all sequences of a step together. Nothing is computed for a sequence before it is drafted for: the draft model then
 computes the sequence's tokens in chunks, a chunk beside each step.
 """
 
@@ -37,12 +36,9 @@ class DraftModel:
     """Drafts for several sequences at once. It is used on the worker thread only."""
 
     def __init__(self, runner: CpuDecoderRunner, capacity_tokens: int, vocab_size: int | None = None) -> None:
-        """Draft with a runner that is used for nothing else.
+        """Draft with a runner of its own, within `capacity_tokens` of KV memory.
 
-        Args:
-            runner: The draft model's runner.
-            capacity_tokens: Bound of the tokens in KV memory.
-            vocab_size: Rows of the served model's embedding; None: as many as the draft model has.
+        `vocab_size`: rows of the served model's embedding; None: as many as the draft model has.
         """
         self.seconds = 0.0  # spent since `take_seconds`
         self.choose: ChooseToken | None = None  # replaces draft tokens, for measurements
@@ -54,10 +50,7 @@ class DraftModel:
         self._step_seconds: dict[int, float] = {}  # by number of sequences
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Return True if at most a few tokens are missing; else compute some of them, and return False.
-
-        The last tokens are computed with the first draft token.
-        """
+        """Return True if at most a few tokens are missing, else compute some of them and return False."""
         known = self._drafted.get(sequence)
         length = len(sequence.token_ids)
         others = sum(len(one.own.token_ids) for one in self._drafted.values() if one is not known)
@@ -86,10 +79,7 @@ class DraftModel:
         return False
 
     def propose(self, sequences: list[Sequence], num_tokens: int) -> Mapping[Sequence, tuple[int, ...]]:
-        """Return `num_tokens` draft tokens for each of these sequences, which are all ready.
-
-        They end before one that the served model does not have.
-        """
+        """Return `num_tokens` draft tokens for each sequence, fewer where the served model lacks a token."""
         began = time.perf_counter()
         known = [self._drafted[sequence] for sequence in sequences]
         lengths = [len(one.own.token_ids) for one in known]
@@ -115,10 +105,7 @@ class DraftModel:
         }
 
     def step_seconds(self, num_sequences: int) -> float:
-        """Return the time of one draft token for each of this number of sequences; 0 if nothing was measured.
-
-        Any thread may call it.
-        """
+        """Return the time of one draft token for this number of sequences, 0 if unknown. Any thread may call it."""
         measured = self._step_seconds.copy()
         if num_sequences in measured or not measured:
             return measured.get(num_sequences, 0.0)
@@ -126,12 +113,10 @@ class DraftModel:
         return measured[nearest] * max(1.0, num_sequences / nearest)
 
     def take_seconds(self) -> float:
-        """Return the seconds that drafting took since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
     def forget(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence that has ended."""
         known = self._drafted.pop(sequence, None)
         if known is not None:
             self._free.append(known.slot)
@@ -149,7 +134,6 @@ class DraftModel:
         own.num_prompt_tokens = len(tokens)
 
     def _known_ids(self, sequence: Sequence) -> list[int]:
-        """Return the tokens of a sequence; those that the draft model's embedding lacks are replaced by 0."""
         if self._vocab_size <= self._own_vocab_size:
             return list(sequence.token_ids)
         return [token if token < self._own_vocab_size else 0 for token in sequence.token_ids]

@@ -1,7 +1,4 @@
-"""Continuous batching for decoders.
-
-The scheduler plans a step, the runner computes it, and the scheduler processes the result.
-"""
+"""Continuous batching for decoders: the scheduler plans a step and takes the result of the runner."""
 
 from __future__ import annotations
 
@@ -28,77 +25,59 @@ from app.engine.scheduler.scheduler import Scheduler
 from app.errors import RequestError, StepFailed
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Abort, Event, Generate, RequestFailed, SamplingParams, SetAdapter, TokenScore
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 
 if TYPE_CHECKING:
     from app.engine.decoder.adapters import AdapterSlots
 
 log = logging.getLogger(__name__)
+# types that an out-of-memory error can have; the runner decides whether an error is one
+_MEMORY_ERRORS = (RuntimeError, MemoryError)
 
 
 class DecoderRunner(Protocol):
     """The interface of a decoder's runner: it computes batches and returns sampled token ids.
 
-    It returns one `SampledTokens` for each row that samples, in the order of spans and positions. Steps are
-    computed in the order in which they are launched. The engine need not wait for an in-flight step; its samples
-    are then dropped. The runner keeps all memory that such a step still reads or writes until the step is done.
+    It returns one `SampledTokens` for each row that samples, in the order of spans and positions. The engine need not
+    wait for an in-flight step; the runner keeps all memory that the step uses until it is done.
     """
 
     @property
     def model_seconds(self) -> float:
         """Seconds in the model's forward pass, for the last batch that was waited for."""
-        ...
 
     @property
     def is_first(self) -> bool:
         """True if the last step had a shape that is not replayed from a recording yet, so it took longer."""
-        ...
 
     @property
-    def is_native(self) -> bool:
-        """True if the last step was replayed from a recording."""
-        ...
+    def is_native(self) -> bool: ...
 
     @property
     def prompt_scores(self) -> Items[tuple[TokenScore, ...]]:
         """The scores of each of `Batch.scored`, for the last batch that was waited for."""
-        ...
 
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
         """Start a step.
 
-        Copies and releases are done first, before anything that may run out of memory, so a step that is tried
-        again has none left. If `batch.ahead` is True, `after` is the in-flight step whose samples are the last
-        tokens of these sequences; each sequence has a row in it.
+        Copies and releases are done first, before anything that may run out of memory, so a step that is tried again
+        has none left. If `batch.ahead` is True, `after` is the in-flight step whose samples are the last tokens of
+        these sequences; each sequence has a row in it.
         """
-        ...
 
-    def wait(self, in_flight: InFlightStep) -> Items[SampledTokens]:
-        """Wait for a step and return its samples."""
-        ...
+    def wait(self, in_flight: InFlightStep) -> Items[SampledTokens]: ...
 
-    def can_run_ahead(self, batch: Batch) -> bool:
-        """Return True if the next step may be launched before the samples of this batch are known on the host."""
-        ...
+    def can_run_ahead(self, batch: Batch) -> bool: ...
 
     def survives(self, error: Exception) -> bool:
-        """Return True if the error is a lack of memory that has been freed again.
-
-        The same step or a smaller one may be retried.
-        """
-        ...
-
-
-# types that an out-of-memory error can have; the runner decides whether an error is one
-_MEMORY_ERRORS = (RuntimeError, MemoryError)
+        """Return True if the error is a lack of memory that has been freed again, so a step may be retried."""
 
 
 class DecoderEngine:
     """The engine of models that generate text, as the worker uses it. `stats` describes the last step.
 
-    On a device with an asynchronous queue, the next step is launched while the current one is in flight, and is
-    kept in `_launched_ahead`. No result of it has been reported, so it may be dropped at any time. Its tokens are
-    then computed again.
+    On a device with an asynchronous queue, the next step is launched while the current one is in flight
+    (`_launched_ahead`). It may be dropped at any time: its tokens are then computed again.
     """
 
     def __init__(
@@ -125,14 +104,11 @@ class DecoderEngine:
 
     @property
     def has_work(self) -> bool:
-        """True while any request is active.
-
-        An in-flight step without active sequences is dropped and does not count.
-        """
+        """True while any request is active. A step in flight without active sequences does not count."""
         return self.scheduler.has_work
 
     def add(self, request: Generate | SetAdapter) -> list[Event]:
-        """Queue a request, or change the adapter of a slot. Returns the events of a request that is rejected at once."""
+        """Queue a request, or change a slot's adapter. Returns the events of a request rejected at once."""
         if isinstance(request, SetAdapter):
             assert self.adapters is not None, "only a server with adapters changes them"
             self.adapters.use_read_weights(request.slot, request.is_loaded)
@@ -145,16 +121,12 @@ class DecoderEngine:
         return self.scheduler.add(request, grammar)
 
     def abort(self, command: Abort) -> list[Event]:
-        """End a request or one of its choices, and drop a step launched ahead if no active sequence is left in it."""
         events = self.scheduler.abort(command)
         self._drop_finished()
         return events
 
     def step(self) -> list[Event]:
-        """Compute the next batch and return the events for its clients.
-
-        A step that runs out of memory is retried in smaller parts.
-        """
+        """Compute the next batch and return its events. A step out of memory is retried in smaller parts."""
         while True:
             try:
                 return self._step()
@@ -177,10 +149,7 @@ class DecoderEngine:
         return events
 
     def fail(self) -> list[Event]:
-        """End the requests of the batch for which `step` raised; the others continue.
-
-        If there was no batch, end all requests.
-        """
+        """End the requests of the batch for which `step` raised; without a batch, all requests."""
         error = StepFailed(
             "The step that computed this request failed; the server's log says why. It may be sent again."
         )
@@ -188,10 +157,7 @@ class DecoderEngine:
         return self.scheduler.fail(batch, error) if batch else self.scheduler.fail_all(error)
 
     def check(self) -> None:
-        """Compute a prompt of one token in a separate slot to test the device.
-
-        Without a free slot, nothing is tested.
-        """
+        """Compute a prompt of one token in a separate slot to test the device, if a slot is free."""
         self._launched_ahead = None
         pool = self.scheduler.pool
         allocator, sequence = (
@@ -209,7 +175,6 @@ class DecoderEngine:
             allocator.release(sequence, keep=0)
 
     def fail_all(self, error: RequestError) -> list[Event]:
-        """End all requests with this error."""
         self._batch = self._launched_ahead = None
         return self.scheduler.fail_all(error)
 
@@ -219,14 +184,9 @@ class DecoderEngine:
             self.scheduler.prefix_store.save(self.scheduler.pool.slots, is_wanted)
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the counts of running and waiting sequences and of KV memory."""
         return self.scheduler.snapshot()
 
     def _next(self) -> InFlightStep | None:
-        """Return the step that was launched ahead, else launch the next one now.
-
-        None if there is nothing to compute.
-        """
         in_flight, self._launched_ahead = self._launched_ahead, None
         if in_flight is not None:
             return in_flight
@@ -235,7 +195,6 @@ class DecoderEngine:
         return None if batch is None else self.runner.launch(batch)
 
     def _launch_ahead(self, in_flight: InFlightStep, batch: Batch) -> InFlightStep | None:
-        """Launch the step after this one ahead of time and return it; None if that is not possible."""
         following = self.scheduler.schedule_ahead(batch) if self.runner.can_run_ahead(batch) else None
         if following is None:
             return None
@@ -252,7 +211,6 @@ class DecoderEngine:
             self._launched_ahead = None
 
     def _retry_smaller(self, error: Exception) -> bool:
-        """Return True if the step was too large for the device's memory and may be retried in smaller parts."""
         batch = self._batch
         if batch is None or not self.runner.survives(error) or not self.scheduler.shrink(batch):
             return False
@@ -289,8 +247,6 @@ class DecoderEngine:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Timing of a step, with the meaning of the same fields of `StepStats`."""
-
     seconds: float
     model_seconds: float = 0.0
     throttle_correction: float = 1.0

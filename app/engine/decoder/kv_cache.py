@@ -1,7 +1,4 @@
-"""CPU KV cache: one reserved range of address space for all slots. Only pages that were written take memory.
-
-`KvAllocator` assigns slots to sequences. This module maps tokens to addresses and gives pages back to the system.
-"""
+"""CPU KV cache: one reserved range of address space for all slots. Only pages that were written take memory."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ KV_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, dtype) for name, (d
 
 
 def kv_dtype(plan: ServingPlan) -> torch.dtype:
-    """Return the dtype of keys and values in memory."""
     return KV_DTYPES[plan.weights.kv_precision]
 
 
@@ -50,11 +46,10 @@ class KvShape:
 
 
 class KvCache:
-    """Keys and values of all slots in host memory.
+    """Keys and values of all slots in host memory, position p of a slot's sequence at offset p.
 
-    Position p of a slot's sequence is stored at offset p of the slot. A token's keys and values of one layer are
-    adjacent. The memory of a layer is `[slots, stride, token_bytes]`; `KvRows` describes the row format. `stride`
-    is `max_len` rounded up so that no two slots share a page.
+    The memory of a layer is `[slots, stride, token_bytes]` (`KvRows` has the row format); `stride` is `max_len` rounded
+    up so that no two slots share a page.
     """
 
     def __init__(self, shape: KvShape, dtype: torch.dtype) -> None:
@@ -75,11 +70,9 @@ class KvCache:
         self.layers = [view_kv_rows(layer, shape.num_kv_heads, shape.head_dim, dtype) for layer in self._rows]
 
     def row(self, slot: int, position: int) -> int:
-        """Return the index of a token among the flat rows of a layer."""
         return slot * self.stride + position
 
     def written_rows(self, spans: Iterable[ScheduledSpan]) -> list[int]:
-        """Return the flat rows of all tokens that these spans compute, in batch order."""
         rows: list[int] = []
         for span in spans:
             assert span.start >= span.prefix_tokens, "a step never writes into a prefix that others share"
@@ -92,10 +85,7 @@ class KvCache:
         self.layers[layer].write(rows, key, value)
 
     def kv_segments(self, span: ScheduledSpan) -> tuple[KvSegment, ...]:
-        """Return the contiguous runs that hold a span's context `[0, end)`; they are the same for every layer.
-
-        The shared prefix comes first, if there is one, then the span's own tail.
-        """
+        """Return the contiguous runs that hold a span's context `[0, end)`: the shared prefix, then the own tail."""
         prefix = span.prefix_tokens if span.prefix_slot is not None else 0
         tail = KvSegment(self.row(span.slot, prefix), span.end - prefix, prefix)
         if span.prefix_slot is None or prefix == 0:
@@ -110,10 +100,9 @@ class KvCache:
             self.release(slot, start, end)
 
     def read_block(self, rows: Tensor, slot: int, prefix_slot: int | None, prefix_tokens: int, start: int) -> None:
-        """Copy the tokens from position `start` on of a slot's context to `rows`.
+        """Copy the tokens from position `start` on of a slot's context to `rows`, as many as fit.
 
-        `rows` is uint8 [layers * tokens * token_bytes]; its size says how many tokens are copied. Those of positions
-        below `prefix_tokens` are in `prefix_slot`.
+        `rows` is uint8 [layers * tokens * token_bytes]. Positions below `prefix_tokens` are in `prefix_slot`.
         """
         block = rows.view(self.shape.num_layers, -1, self.token_bytes)
         shared = 0 if prefix_slot is None else min(max(prefix_tokens - start, 0), block.shape[1])
@@ -129,17 +118,12 @@ class KvCache:
         self._rows.narrow(1, self.row(slot, first), end - first).copy_(block[:, first - start : end - start])
 
     def copy(self, copy: KvCopy) -> None:
-        """Do one copy, in all layers."""
         source, target = self.row(copy.source, copy.start), self.row(copy.target, copy.start)
         length = copy.end - copy.start
         self._rows.narrow(1, target, length).copy_(self._rows.narrow(1, source, length))
 
     def release(self, slot: int, start: int, end: int) -> None:
-        """Give back the whole pages among positions `[start, end)` of a slot.
-
-        A page that also holds a token outside the range stays. If `end` is `max_len`, the slot's last page is
-        released too, because nothing is stored after it.
-        """
+        """Give back whole pages among positions `[start, end)` of a slot; the last too if `end` is `max_len`."""
         last = self.stride if end >= self.shape.max_len else end
         first_byte = math.ceil(start * self.token_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
         last_byte = last * self.token_bytes // mmap.PAGESIZE * mmap.PAGESIZE
@@ -151,10 +135,7 @@ class KvCache:
             advise(self._memory, _RELEASE_ADVICE, slot_byte + first_byte, last_byte - first_byte)
 
     def resident_bytes(self) -> int:
-        """Return the part of the reservation that takes memory now, in bytes.
-
-        It queries the kernel for every page, so use it in tests and reports, not in a step.
-        """
+        """Return the bytes that take memory now: for tests and reports, as it asks for every page."""
         pages = (ctypes.c_ubyte * (self.reserved_bytes // mmap.PAGESIZE))()
         address = ctypes.c_void_p(self._rows.data_ptr())
         if ctypes.CDLL(None, use_errno=True).mincore(address, ctypes.c_size_t(self.reserved_bytes), pages) != 0:

@@ -1,8 +1,7 @@
 """KV cache of a device with its own memory: pages are allocated when they are first written.
 
-The slots are the same as on the CPU, and `KvSlots` decides how much a slot may hold. `PageTables` decides which page
-belongs to which slot, as counts. `PagedKvCache` holds the tensors: the memory, the page tables that kernels read, and
-the copies within the memory.
+`KvSlots` decides how much a slot may hold, `PageTables` which page belongs to which slot, as counts. `PagedKvCache`
+holds the tensors: memory, page tables that kernels read, and copies within the memory.
 """
 
 from __future__ import annotations
@@ -23,14 +22,16 @@ PADDING_PAGE = 0  # the page that no slot owns; padding rows are written to it
 
 RowMoves = tuple[list[int], list[int]]  # rows to read, and the row that each is copied to
 SlotRange = tuple[int, int, int]  # positions of a slot: (slot, start, end)
+_MAX_MOVED_ROWS = (
+    4096  # rows of one layer that are read before they are written; this bounds the memory that a move takes
+)
 
 
 class PageTables:
     """The pages of each slot: first the whole pages of the prefix that it shares, then the slot's private pages.
 
-    The page in which a shared prefix ends is private and holds a copy of the prefix's last tokens. Invariants: a
-    page that is not free has exactly one owner. The private pages never exceed what `KvSlots` accounts for, since
-    both count in whole pages.
+    The page in which a shared prefix ends is private and holds a copy of the prefix's last tokens. Invariants: a page
+    that is not free has exactly one owner; private pages never exceed what `KvSlots` accounts for.
     """
 
     def __init__(self, num_slots: int, max_len: int, num_pages: int) -> None:
@@ -48,11 +49,9 @@ class PageTables:
 
     @property
     def num_free(self) -> int:
-        """Number of pages that no slot owns."""
         return len(self._free)
 
     def row(self, slot: int, position: int) -> int:
-        """Return the index of a written token among the flat rows."""
         page = self._tables[slot][position // PAGE_TOKENS]
         assert page != PADDING_PAGE, "only a written position has a row"
         return page * PAGE_TOKENS + position % PAGE_TOKENS
@@ -60,8 +59,8 @@ class PageTables:
     def apply_copies(self, copies: Items[KvCopy], released: Iterable[SlotRange]) -> RowMoves:
         """Return the rows that a batch's copies move, then free the released pages.
 
-        All source rows are read before any row is written. A released page may be reused as the target of a copy.
-        A step that is tried again may pass the same copies and releases once more.
+        All source rows are read before any row is written. A step that is tried again may pass the same copies and
+        releases once more.
         """
         if copies and copies is self._applied_copies:
             copies = ()
@@ -76,10 +75,7 @@ class PageTables:
         return list(moves.values()), list(moves)
 
     def prepare_tables(self, spans: Iterable[ScheduledSpan]) -> RowMoves:
-        """Make the page tables of slots that have a new sequence.
-
-        Returns the row moves that copy the end of a shared prefix to the private page in which it ends.
-        """
+        """Make the page tables of new sequences. Returns the moves that copy the end of shared prefixes."""
         sources: list[int] = []
         targets: list[int] = []
         for span in spans:
@@ -104,7 +100,6 @@ class PageTables:
         return rows
 
     def pages(self, slot: int, end: int) -> list[int]:
-        """Return the pages of a slot's positions `[0, end)`, shared prefix pages included."""
         return self._tables[slot][: -(-end // PAGE_TOKENS)]
 
     def take_updates(self) -> tuple[list[int], list[int]]:
@@ -114,10 +109,7 @@ class PageTables:
         return changed, [self._tables[at // self.max_pages][at % self.max_pages] for at in changed]
 
     def _own_rows(self, slot: int, start: int, end: int, allocate: bool = False) -> list[int]:
-        """Return the rows of positions `[start, end)`, all on private pages of the slot.
-
-        `allocate` adds missing pages.
-        """
+        """Return the rows of positions `[start, end)`, all on private pages. `allocate` adds missing pages."""
         own = self._own[slot]
         rows: list[int] = []
         for at in range(start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
@@ -138,7 +130,6 @@ class PageTables:
         self._changed.add(slot * self.max_pages + at)
 
     def _make_table(self, span: ScheduledSpan, shared: int) -> None:
-        """Make the whole table of a slot. Its first `shared` pages are the prefix's."""
         own = self._own[span.slot]
         prefix = self._own[span.prefix_slot] if span.prefix_slot is not None else {}
         table = [prefix[at] if at < shared else own.get(at, PADDING_PAGE) for at in range(self.max_pages)]
@@ -161,10 +152,7 @@ class PageTables:
                     self._set_entry(slot, at, PADDING_PAGE)
 
     def _rows_before(self, earlier: Items[KvCopy], positions: SlotRange) -> list[int]:
-        """Return the rows that hold these positions before any copy of the batch.
-
-        The positions are those that exist after the `earlier` copies.
-        """
+        """Return the rows that hold these positions before any copy of the batch; they exist after `earlier`."""
         return [
             row for slot, start, end in _original_ranges(earlier, positions) for row in self._own_rows(slot, start, end)
         ]
@@ -184,27 +172,14 @@ def _original_ranges(earlier: Items[KvCopy], positions: SlotRange) -> Iterator[S
     yield positions
 
 
-_MAX_MOVED_ROWS = (
-    4096  # rows of one layer that are read before they are written; this bounds the memory that a move takes
-)
-
-
 class PagedKvCache:
     """Slots of up to `max_len` tokens over `num_pages` pages, plus page 0, which no slot owns.
 
-    A batch is prepared in this order, each part once before the step runs: `apply_copies`, `written_rows`,
-    `take_updates`.
+    A batch is prepared in this order, each part once: `apply_copies`, `written_rows`, `take_updates`.
     """
 
     def __init__(self, shape: KvShape, dtype: torch.dtype, num_pages: int, device: torch.device) -> None:
-        """Allocate the memory and the page tables on the device.
-
-        Args:
-            shape: Capacity of the cache and shape of a token's KV.
-            dtype: Floating-point dtype of keys and values.
-            num_pages: Pages of `tokens_per_page` tokens that the slot pool may account for.
-            device: Device that holds the memory.
-        """
+        """Allocate memory for `num_pages` pages of `tokens_per_page` tokens and the page tables on the device."""
         assert dtype.is_floating_point, "pages hold floating-point keys and values, not quantized ones"
         self.shape = shape
         self.dtype = dtype
@@ -228,41 +203,27 @@ class PagedKvCache:
 
     @property
     def num_free_pages(self) -> int:
-        """Number of pages that no slot owns, page 0 excluded."""
         return self._pages.num_free
 
     def row(self, slot: int, position: int) -> int:
-        """Return the index of a token among the flat rows of a layer."""
         return self._pages.row(slot, position)
 
     def apply_copies(self, copies: Items[KvCopy], released: Iterable[tuple[int, int, int]]) -> None:
-        """Do the copies and releases of a batch, which must precede its spans.
-
-        The result is that of doing the copies one after the other. The released pages are free after them.
-        """
+        """Do the copies, as if one after the other, and then the releases of a batch, before its spans."""
         self._move(self._pages.apply_copies(copies, released))
 
     def written_rows(self, spans: Items[ScheduledSpan]) -> list[int]:
-        """Return the flat rows of all tokens that these spans compute, in batch order.
-
-        The slot of a new sequence is prepared first.
-        """
         self._move(self._pages.prepare_tables(spans))
         return self._pages.written_rows(spans)
 
     def take_updates(self) -> tuple[list[int], list[int]]:
-        """Return the changes of the page tables since the last call: flat indices into `tables`, and their pages.
-
-        The caller must write them to `tables` before the step runs.
-        """
+        """Return the changes of the page tables since the last call: flat indices into `tables`, and pages."""
         return self._pages.take_updates()
 
     def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store `key` and `value` [tokens, kv_heads, head_dim] (any strides) at `rows` [tokens] int64."""
         self.layers[layer].write(rows, key, value)
 
     def kv_segments(self, span: ScheduledSpan) -> tuple[KvSegment, ...]:
-        """Return the runs that hold a span's context `[0, end)`, one per page; they are the same for every layer."""
         pages = enumerate(self._pages.pages(span.slot, span.end))
         return tuple(
             KvSegment(page * PAGE_TOKENS, min(PAGE_TOKENS, span.end - at * PAGE_TOKENS), at * PAGE_TOKENS)
@@ -270,22 +231,14 @@ class PagedKvCache:
         )
 
     def copy(self, copy: KvCopy) -> None:
-        """Do one copy, in all layers."""
         self.apply_copies((copy,), ())
 
     def release(self, slot: int, start: int, end: int) -> None:
-        """Give back the whole pages among positions `[start, end)` of a slot.
-
-        If `end` is `max_len`, the slot's last page is released too.
-        """
+        """Give back the whole pages among positions `[start, end)`; the last one too if `end` is `max_len`."""
         self.apply_copies((), ((slot, start, end),))
 
     def _move(self, moves: RowMoves) -> None:
-        """Do row moves in every layer.
-
-        Moves that failed for lack of memory are done first in the next call, because the page tables already rely
-        on them.
-        """
+        """Do row moves in every layer; moves that failed for lack of memory are done first in the next call."""
         if moves[0]:
             self._requested_moves.append(moves)
         while self._requested_moves:

@@ -33,7 +33,7 @@ from app.engine.decoder.kv_cache import KvCache
 from app.engine.scheduler.batch import KvCopy, Sequence
 from app.engine.scheduler.kv_allocator import KvSlot
 from app.errors import SettingsInvalid
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from app.version import VERSION
 from app.weights.cache_file import PACKS, FileUnusable, atomic_write, checkpoint_fingerprint, open_trusted
 from app.weights.checkpoint import Checkpoint
@@ -53,14 +53,19 @@ _TOKEN_BYTES = 4
 _FREE_DIVISOR = 20
 _CHUNK_BYTES = 2**20  # bytes written or verified at a time
 _RECENT_STEP_NANOSECONDS = 1000  # between the times of use of the blocks of one prefix
+BLOCK_TOKENS = 128  # of a file: 3 MB for a model of 135M parameters, 15 MB for one of 1.7B
+MOST_PROMPTS = 64  # whose names are held
+_READ_GAIN = 0.3  # weight of a new measurement in the time of reading a block
+# Each time that computing is preferred, the estimate shrinks by this factor, so that reading is tried again.
+_FORGET_FACTOR = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixBlock:
     """Block `index` of a prompt: the name of its file, and the bytes of all token ids up to its end.
 
-    `identity` is that of its file. `used_at` is its time of use in nanoseconds. The blocks of a prompt count as used one
-    before the other, the first one last, since the others are of no use without it.
+    `identity` is that of its file. `used_at` is in nanoseconds; the first block of a prompt counts as used last, since
+    the others are of no use without it.
     """
 
     index: int
@@ -102,11 +107,7 @@ class PrefixFiles:
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, str], max_bytes: int) -> None:
-        """Create the folder.
-
-        Raises:
-            SettingsInvalid: The folder cannot be used.
-        """
+        """Create the folder. Raises `SettingsInvalid` if it cannot be used."""
         self.folder = private_folder(folder / _FOLDER)
         self._identity = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).digest()
         self._max_bytes = max_bytes
@@ -115,17 +116,14 @@ class PrefixFiles:
         self.disabled_reason = ""  # reason why nothing is written any more; empty if files are written
 
     def names(self, block_tokens: int, salt: str | None = None) -> PrefixNames:
-        """Return the names of the blocks of one list of tokens. Only with the same salt are they those of other lists."""
+        """Return the names of the blocks of one list of tokens, which only lists with the same salt share."""
         if salt is None:
             return PrefixNames(self._identity, block_tokens)
         salted = hashlib.sha256(self._identity + salt.encode("utf-8", "surrogatepass"))
         return PrefixNames(salted.digest(), block_tokens)
 
     def read(self, block: PrefixBlock, rows: memoryview) -> bool:
-        """Read a block into `rows`, which has its size; False if there is none.
-
-        A file that cannot be used is removed. `rows` is then overwritten in part.
-        """
+        """Read a block into `rows`; False if there is none, or a file that is unusable and now removed."""
         file = self.folder / block.name
         try:
             descriptor = open_trusted(file)
@@ -166,11 +164,9 @@ class PrefixFiles:
         return same
 
     def contains(self, block: PrefixBlock) -> bool:
-        """Return True if there is a file of this name. Its content is verified when it is read."""
         return (self.folder / block.name).exists()
 
     def touch(self, block: PrefixBlock) -> None:
-        """Record the use of a block."""
         self._touched.add(block.name)
         with suppress(OSError):  # another server has removed it
             os.utime(self.folder / block.name, ns=(block.used_at, block.used_at))
@@ -181,7 +177,6 @@ class PrefixFiles:
         self._stored_bytes = None
 
     def write(self, block: PrefixBlock, rows: memoryview) -> bool:
-        """Write a block; False if there is no room for it, or if files cannot be written."""
         if self.disabled_reason:
             return False
         size = _BEGIN + block.token_bytes.nbytes + rows.nbytes
@@ -208,7 +203,6 @@ class PrefixFiles:
                 left = left[stream.write(left[:_CHUNK_BYTES]) or 0 :]
 
     def _make_room(self, size: int) -> bool:
-        """Remove the files that were used least recently until `size` bytes are free within the bound."""
         if self._stored_bytes is not None and self._stored_bytes + size <= self._max_bytes:
             return True
         files = sorted(self._files())
@@ -236,7 +230,6 @@ class PrefixFiles:
 
 
 def _fill(descriptor: int, target: memoryview, at: int, checksum: int) -> int:
-    """Read bytes of the file into `target`, and return the checksum continued over them."""
     view, filled = target.cast("B"), 0
     while filled < len(view):
         chunk = view[filled : filled + _CHUNK_BYTES]
@@ -249,11 +242,7 @@ def _fill(descriptor: int, target: memoryview, at: int, checksum: int) -> int:
 
 
 def private_folder(folder: Path) -> Path:
-    """Return the folder, made if needed, that only this process's user can enter.
-
-    Raises:
-        SettingsInvalid: It cannot be made or written, or others can enter it.
-    """
+    """Return the folder, made if needed, for this process's user alone. Raises `SettingsInvalid` if it cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
@@ -276,13 +265,6 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-BLOCK_TOKENS = 128  # of a file: 3 MB for a model of 135M parameters, 15 MB for one of 1.7B
-MOST_PROMPTS = 64  # whose names are held
-_READ_GAIN = 0.3  # weight of a new measurement in the time of reading a block
-# Each time that computing is preferred, the estimate shrinks by this factor, so that reading is tried again.
-_FORGET_FACTOR = 0.95
-
-
 class PromptCache:
     """The `PrefixStore` of a CPU. It is used on the worker thread only."""
 
@@ -298,11 +280,10 @@ class PromptCache:
         self._saved: dict[int, int] = {}  # slot to the time of its last use, as far as its blocks are kept
 
     def move(self, copies: Items[KvCopy], released: Items[tuple[int, int, int]]) -> None:
-        """Do the copies and releases of a batch now."""
         self._kv_cache.move(copies, released)
 
     def read(self, sequence: Sequence, max_seconds: float) -> tuple[int, bool]:
-        """Read the blocks that follow a sequence's computed tokens, as `PrefixStore.read` says."""
+        """Read the blocks that follow a sequence's computed tokens (`PrefixStore.read`)."""
         assert sequence.slot is not None, "only a running sequence reads a prefix"
         if sequence.adapter is not None:  # files have no names of adapters' weights
             return sequence.num_computed, False
@@ -345,7 +326,6 @@ class PromptCache:
             self._saved[slot.index] = slot.used_at
 
     def _names_of(self, sequence: Sequence) -> PrefixNames:
-        """Return the names of a sequence's blocks, which a prompt has had since its first step."""
         if sequence.num_completion_tokens:  # it was preempted; tokens of beams change
             return self.files.names(self._block_tokens, sequence.cache_salt)
         names = self._names.pop(sequence, None) or self.files.names(self._block_tokens, sequence.cache_salt)
@@ -355,7 +335,6 @@ class PromptCache:
         return names
 
     def _is_worth(self, computed: int, tokens: int) -> bool:
-        """Return True if reading a block is expected to be faster than computing this number of its tokens."""
         times = self._step_times.step_times(self._block_tokens)
         if times is None or self.read_seconds <= times.seconds(0, tokens, 0, computed):
             return True
@@ -366,12 +345,9 @@ class PromptCache:
 def open_prompt_cache(
     request: BuildRequest[Checkpoint], kv_cache: KvCache, max_queries_together: int | None
 ) -> PromptCache | None:
-    """Return the prompt cache that the plan asks for, or None.
+    """Return the prompt cache that the plan asks for, or None. Raises `SettingsInvalid` if its folder is unusable.
 
-    `max_queries_together` is that of the runner: keys and values of other runners differ in their last bits.
-
-    Raises:
-        SettingsInvalid: The folder cannot be used.
+    Runners of another `max_queries_together` give keys and values that differ in their last bits.
     """
     plan, checkpoint = request.plan, request.checkpoint
     if plan.steps.prompt_cache is None:

@@ -24,59 +24,49 @@ from typing import Protocol, TypeVar
 from app.engine.scheduler.policy import size_class
 from app.hardware.step_times import StepTimes
 from app.messages import Array, Encode, Text
-from app.metrics.stats import StepStats
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepStats, StepTimeModel
 
 FLOAT_BYTES = 4
 TextLength = tuple[int, int]  # (tokens of a text, its negative index), so that the first of equal texts sorts last
+_RECENT_RETURNS = 8
+_RECENT_ENDS = 4
+_MIN_SAVING_RATIO = 4  # waiting pays as long as a return takes no more than a quarter of what it saves
+_RETURN_TIMES_TO_WAIT = 2  # number of usual return times to wait
+_GOOD_STEPS = 32  # steps, after which the limit is doubled; a step that then fails is repeated, and no request fails
 
 
 class TakenText(Protocol):
-    """A text, or a part of a request, that a step takes."""
-
     @property
-    def num_tokens(self) -> int:
-        """Number of its tokens."""
-        ...
+    def num_tokens(self) -> int: ...
 
 
 TakenT = TypeVar("TakenT", bound=TakenText)
 
 
 class SharesStep(Protocol[TakenT]):
-    """A request that `share_step` takes texts from."""
-
     @property
     def longest(self) -> int:
         """Tokens of the longest text that is left, which a step cannot split."""
-        ...
 
-    def size_class(self, step_tokens: int) -> int:
-        """Return the size class of what is left, for steps of `step_tokens` tokens."""
-        ...
+    def size_class(self, step_tokens: int) -> int: ...
 
-    def take(self, capacity: TextCapacity) -> list[TakenT]:
-        """Take what fits."""
-        ...
+    def take(self, capacity: TextCapacity) -> list[TakenT]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextCapacity:
-    """The tokens and texts that a batch can still take."""
-
     tokens: int
     texts: int
 
     def remaining_after(self, spans: Collection[TakenText]) -> TextCapacity:
-        """Return the capacity that is left after these texts."""
         return TextCapacity(self.tokens - sum(span.num_tokens for span in spans), self.texts - len(spans))
 
 
 def share_step(requests: Sequence[SharesStep[TakenT]], capacity: TextCapacity) -> list[TakenT]:
-    """Take the texts of a step from at least one request. All have texts left, and the oldest is first.
+    """Take the texts of a step from at least one request; the oldest is first.
 
-    Half of the step belongs to the oldest request, and in any case its longest text. The rest goes to requests of
-    the smallest size class, in order of arrival. The engine's queue and the predicted wait both use this rule.
+    Half of the step belongs to the oldest request, and in any case its longest text. The rest goes to requests of the
+    smallest size class, in order of arrival. The predicted wait uses the same rule.
     """
     oldest = requests[0]
     half = TextCapacity(capacity.tokens // 2, max(capacity.texts // 2, 1))
@@ -93,11 +83,9 @@ def share_step(requests: Sequence[SharesStep[TakenT]], capacity: TextCapacity) -
 
 @dataclass(slots=True, eq=False)
 class EncodeState:
-    """An `Encode` request in the engine, of `num_tokens` tokens in total.
+    """An `Encode` request in the engine. `left` has its texts still to be computed, the longest last.
 
-    `left` has its texts still to be computed, the longest last.
-
-    `alone` means that a step with it has failed: it runs without others, to find the request that causes the failure.
+    `alone`: a step with it has failed, so it runs without others, to find the request that causes the failure.
     """
 
     message: Encode
@@ -110,30 +98,23 @@ class EncodeState:
 
     @classmethod
     def from_message(cls, message: Encode) -> EncodeState:
-        """Return the state of a new request."""
         left = sorted((len(text.token_ids), -index) for index, text in enumerate(message.texts))
         num_tokens = sum(tokens for tokens, _ in left)
         return cls(message, left, num_tokens, num_tokens)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text that is left; 0 if none is."""
         return self.remaining[-1][0] if self.remaining else 0
 
     @property
     def is_done(self) -> bool:
-        """True if all texts are computed."""
         return len(self.results) == len(self.message.texts)
 
     def size_class(self, step_tokens: int) -> int:
-        """Return the size class of the texts that are left."""
         return size_class(self.tokens_left, step_tokens)
 
     def take(self, capacity: TextCapacity) -> list[TextSpan]:
-        """Take the texts that fit, the longest first.
-
-        The shorter ones that remain fit more easily into later steps.
-        """
+        """Take the texts that fit, the longest first: shorter ones fit more easily into later steps."""
         taken: list[TextSpan] = []
         while capacity.texts > 0 and (at := bisect_right(self.remaining, (capacity.tokens, 0))) > 0:
             tokens, index = self.remaining.pop(at - 1)
@@ -143,11 +124,9 @@ class EncodeState:
         return taken
 
     def spans(self) -> list[TextSpan]:
-        """Return all of its texts, in order."""
         return [TextSpan(self, index, len(text.token_ids)) for index, text in enumerate(self.message.texts)]
 
     def put_back(self, spans: Iterable[TextSpan]) -> None:
-        """Return texts that were taken but not computed."""
         self.remaining = sorted([*self.remaining, *((span.num_tokens, -span.index) for span in spans)])
         self.tokens_left = sum(tokens for tokens, _ in self.remaining)
 
@@ -165,15 +144,12 @@ class EncodeState:
 
 @dataclass(frozen=True, slots=True)
 class TextSpan:
-    """One text of a batch, and its number of tokens."""
-
     request: EncodeState
     index: int
     num_tokens: int
 
     @property
     def text(self) -> Text:
-        """The text in its request."""
         return self.request.message.texts[self.index]
 
 
@@ -191,34 +167,25 @@ class TextQueue:
 
     @property
     def oldest(self) -> EncodeState:
-        """The request that arrived first."""
         return next(iter(self._requests.values()))
 
     @property
     def requests(self) -> Iterable[EncodeState]:
-        """All open requests, the oldest first."""
         return self._requests.values()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts that are still to be computed."""
         return sum(request.tokens_left for request in self._requests.values())
 
     def add(self, message: Encode) -> EncodeState:
-        """Append a request and return its state."""
         request = self._requests[message.request_id] = EncodeState.from_message(message)
         return request
 
     def remove(self, request_id: str) -> EncodeState | None:
-        """Remove a request and return it, or None if it is not here."""
         return self._requests.pop(request_id, None)
 
     def take(self, capacity: TextCapacity) -> tuple[TextSpan, ...]:
-        """Take the next batch. It includes the longest text that is left of the oldest request, whatever its length.
-
-        Each batch takes a text of the oldest request, so a text waits for at most as many steps as older requests
-        have texts.
-        """
+        """Take the next batch, with the longest text that is left of the oldest request, whatever its length."""
         # all texts of the others are in flight
         left = [request for request in self._requests.values() if request.remaining]
         if not left:
@@ -229,18 +196,8 @@ class TextQueue:
         return tuple(share_step(left, capacity))
 
 
-_RECENT_RETURNS = 8
-_RECENT_ENDS = 4
-_MIN_SAVING_RATIO = 4  # waiting pays as long as a return takes no more than a quarter of what it saves
-_RETURN_TIMES_TO_WAIT = 2  # number of usual return times to wait
-
-
 class BatchingDelay:
-    """The batching delay of one engine.
-
-    `target_tokens` is the largest number of tokens that a step is planned for. `oldest_first` is passed to
-    `StepTimes`.
-    """
+    """The batching delay of one engine, whose steps are planned for at most `target_tokens` tokens."""
 
     def __init__(self, target_tokens: int, model: StepTimeModel | None = None, *, oldest_first: bool = False) -> None:
         self.target_tokens, self._oldest_first = target_tokens, oldest_first
@@ -255,15 +212,12 @@ class BatchingDelay:
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Current step times; None if they were not measured."""
         return self.model.step_times(self.target_tokens, oldest_first=self._oldest_first)
 
     def observe(self, step: StepStats) -> None:
-        """Record the work and the time of a step."""
         self.model.observe(step)
 
     def observe_answers(self, at: float, requests: int) -> None:
-        """Record that a step has answered `requests` requests."""
         self._answered_at, self._expected_returns = at, requests
         self._ends.append(at)
 
@@ -278,10 +232,9 @@ class BatchingDelay:
     def batching_delay_seconds(self, tokens: int, now: float) -> float:
         """Return the seconds that the next step may wait for more texts than the `tokens` that are queued.
 
-        Two steps cost more than one step with the texts of both, since part of a step's cost is fixed. If clients
-        return much faster than that difference, waiting for them pays; if none returns, only that short wait is
-        lost. The wait ends when as many requests have arrived as were answered. A request to an engine that was
-        idle for longer does not wait.
+        Two steps cost more than one with the texts of both, since part of a step's cost is fixed. If clients return
+        much faster than that difference, waiting for them pays. The wait ends when as many requests have arrived as
+        were answered. A request to an engine that was idle for longer does not wait.
         """
         if tokens >= self.target_tokens or self._expected_returns <= 0 or len(self._returns) < _RECENT_RETURNS:
             return 0.0
@@ -293,9 +246,6 @@ class BatchingDelay:
         return until - now if _MIN_SAVING_RATIO * (until - self._answered_at) <= _RETURN_TIMES_TO_WAIT * saved else 0.0
 
 
-_GOOD_STEPS = 32  # steps, after which the limit is doubled; a step that then fails is repeated, and no request fails
-
-
 class TextBudget:
     """The batch limit of one engine. Texts are never divided, so the smallest step is one text."""
 
@@ -305,7 +255,6 @@ class TextBudget:
         self._good_steps = 0
 
     def capacity(self, target_tokens: int) -> TextCapacity:
-        """Return the limit of the next step, for which `target_tokens` are planned."""
         if self._reduced is None:
             return TextCapacity(target_tokens, self._most_texts)
         return TextCapacity(min(self._reduced.tokens, target_tokens), min(self._reduced.texts, self._most_texts))
@@ -318,7 +267,6 @@ class TextBudget:
         return True
 
     def succeeded(self, target_tokens: int) -> None:
-        """Record a successful step, for which `target_tokens` were planned."""
         if self._reduced is None:
             return
         self._good_steps += 1

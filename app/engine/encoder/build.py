@@ -1,7 +1,4 @@
-"""Builds the encoder engine on a CPU or a GPU: backend, weights and warm-up, on the thread that will run its steps.
-
-On a GPU, small batches are recorded too.
-"""
+"""Builds the encoder engine: backend, weights, warm-up and, on a GPU, recordings of small batches."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ WARM_UP_TOKENS = 16
 
 
 def build_encoder_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[EncoderEngine, EncoderRunner, Encoder]:
-    """Load the weights on a CPU and warm up. Raises a `StartupError` if the plan cannot be served."""
+    """Load the weights on a CPU and warm up. Raises a `StartupError`."""
     plan, table = request.plan, request.step_time_model.table
     model, backend = load_on_device(request, select_host_backend)
     assert isinstance(model, Encoder), "an encoder's checkpoint"
@@ -44,11 +41,7 @@ def build_encoder_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[Encod
 def build_device_encoder_engine(
     request: BuildRequest[Checkpoint],
 ) -> BuiltEngine[EncoderEngine, DeviceEncoderRunner, Encoder]:
-    """Load the weights on a GPU, warm up and record small batches.
-
-    A CPU quota does not limit a GPU, so step times are not corrected for throttling.
-    Raises a `StartupError` if the plan cannot be served.
-    """
+    """Load the weights on a GPU, warm up and record small batches. Raises a `StartupError`."""
     from app.engine.encoder.device_runner import DeviceEncoderRunner
 
     model, backend = load_on_device(request, select_device_backend)
@@ -68,7 +61,6 @@ def max_step_tokens(plan: ServingPlan) -> int:
 def _encoder_engine(
     request: BuildRequest[Checkpoint], runner: TextRunner, model: Encoder, correction: ThrottleCorrection | None = None
 ) -> EncoderEngine:
-    """Return the engine of a runner that is warm."""
     plan = request.plan
     limits = EncoderLimits(plan.memory.max_model_len, plan.memory.max_running_seqs, model.config.outputs)
     delay = BatchingDelay(plan.memory.batch_target_tokens, request.step_time_model)
@@ -84,10 +76,9 @@ def warm_up_encoder(runner: EncoderRunner, max_model_len: int) -> None:
 
 
 def warm_up_device_encoder(runner: DeviceEncoderRunner, plan: ServingPlan, report: ReportStage) -> None:
-    """Run batches without the engine: one for each output, one of the largest size, and one for each recorded shape.
+    """Run batches without the engine, so that no client pays for compilation.
 
-    The first client then pays for no compilation. The full step runs before anything is recorded, so that
-    recordings do not take the memory that it needs.
+    The full step runs before anything is recorded, so that recordings do not take the memory that it needs.
     """
     length, usual = plan.memory.max_model_len, runner.model.config.outputs[0]
     for output in runner.model.config.outputs:
@@ -104,12 +95,10 @@ def warm_up_device_encoder(runner: DeviceEncoderRunner, plan: ServingPlan, repor
 
 
 def _check_finite(texts: Sequence[Mapping[str, bytes]]) -> None:
-    """Check the rows of the warm-up. Raises `StepFailed` if they are not finite."""
     if not all(are_finite(rows) for text in texts for rows in text.values()):
         raise StepFailed("The outputs of the warm-up are not finite.")
 
 
 def _warm_up_spans(output: str, length: int, number: int = 1) -> list[TextSpan]:
-    """Return `number` texts of `length` tokens each."""
     texts = (Text((0,) * length),) * number
     return EncodeState.from_message(Encode("warm-up", texts, (output,), arrived_at=0.0)).spans()

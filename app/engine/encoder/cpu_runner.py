@@ -14,18 +14,18 @@ from __future__ import annotations
 import ctypes
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate
 from operator import itemgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from app.engine.encoder.batching import TextSpan
-from app.models.encoders.config import EncoderConfig, positions_of
+from app.models.encoders.config import positions_of
+from app.models.encoders.encoder import Encoder
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec, EncodeContext
 from armature_kernels.attention.texts import TextStarts, attend_texts
@@ -49,15 +49,14 @@ DEFAULT_PAIR_TOKENS = 1 / 256
 # Load of the busiest thread relative to the mean. Beyond this, dividing every operation is faster, even though
 # threads wait for each other.
 MAX_IMBALANCE = 1.25
+MIN_RECORDED_TOKENS = 16  # a model that cannot be recorded with this few tokens is never recorded
+_MAX_LANES = 4096
+HiddenFunction = Callable[[EncodeContext, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class LanePlan:
-    """A lane plan.
-
-    All threads together compute the texts `order[:together]`. After these, lane i has the texts
-    `order[ends[i - 1]:ends[i]]`, where the first lane begins at `together`.
-    """
+    """A lane plan: all threads compute the texts `order[:together]`, then lane i `order[ends[i - 1]:ends[i]]`."""
 
     order: tuple[int, ...]
     together: int
@@ -78,7 +77,6 @@ class LanePlanner:
     max_lanes_per_thread: int = MAX_LANES_PER_THREAD
 
     def plan(self, lengths: Sequence[int], threads: int) -> LanePlan:
-        """Return the plan for texts of `lengths` tokens."""
         tokens = sum(lengths)
         if threads == 1 or tokens < threads * self.min_lane_tokens or len(lengths) < threads:
             return LanePlan.none(len(lengths))
@@ -102,7 +100,6 @@ class LanePlanner:
         return LanePlan.none(len(lengths))
 
     def cost(self, length: int) -> float:
-        """Return the cost of a text of `length` tokens, in tokens."""
         return length + self.pair_tokens * length * length
 
 
@@ -110,7 +107,6 @@ DEFAULT_PLANNER = LanePlanner()
 
 
 def max_lane_tokens(tokens: int, threads: int) -> int:
-    """Return the most tokens that a lane can have in a batch of `tokens` tokens."""
     return int(MAX_IMBALANCE * tokens / threads) + 1
 
 
@@ -122,10 +118,7 @@ class _Lane:
 
 
 def _balanced_lanes(costs: Sequence[float], lengths: Sequence[int], first: int, num_lanes: int) -> list[_Lane]:
-    """Distribute the texts from `first` on over `num_lanes` lanes, each text to the cheapest lane so far.
-
-    The costliest lane comes first.
-    """
+    """Distribute the texts from `first` on, each to the cheapest lane so far; the costliest lane comes first."""
     heap = [(0.0, lane) for lane in range(num_lanes)]
     texts: list[list[int]] = [[] for _ in range(num_lanes)]
     for at in range(first, len(costs)):
@@ -137,7 +130,6 @@ def _balanced_lanes(costs: Sequence[float], lengths: Sequence[int], first: int, 
 
 
 def _max_thread_load(lanes: Sequence[_Lane], threads: int) -> float:
-    """Return the load of the busiest thread if each thread takes the next lane when it is free."""
     loads = [0.0] * threads
     for lane in lanes:
         heapreplace(loads, loads[0] + lane.cost)
@@ -156,10 +148,7 @@ class TextBatch:
     """Texts packed end to end; also the `Attend` of the layers that read them."""
 
     def __init__(self, max_tokens: int, num_types: int, padding_id: int | None = None) -> None:
-        """Allocate buffers for `max_tokens` tokens.
-
-        If the model has one token type, the types of the tokenizer are ignored. `padding_id` is that of the config.
-        """
+        """Allocate buffers for `max_tokens` tokens. With one token type, the tokenizer's types are ignored."""
         self.max_tokens, self.num_types, self._padding_id = max_tokens, num_types, padding_id
         self._token_ids, self._positions, self._selected, self._starts = (
             Int64Buffer(max_tokens),
@@ -175,7 +164,6 @@ class TextBatch:
         self.rows: tuple[int, ...] = ()  # the selected tokens
 
     def fill(self, spans: Sequence[TextSpan]) -> None:
-        """Write these texts to the buffers. All tokens are selected until `select_rows` is called."""
         token_ids: list[int] = []
         positions: list[int] = []
         for span in spans:
@@ -192,26 +180,20 @@ class TextBatch:
         self._texts.fill(starts)
 
     def select_rows(self, rows: Tensor | None) -> Tensor | None:
-        """Select the tokens, in rising order, whose last hidden states are needed.
-
-        Returns them in the batch's own buffer.
-        """
+        """Select the tokens, in rising order, whose last hidden states are needed, in the batch's own buffer."""
         self.rows = () if rows is None else tuple(rows.tolist())
         self.num_selected = None if rows is None else len(self.rows)
         return None if rows is None else self._selected.fill(list(self.rows))
 
     @property
     def text_starts(self) -> tuple[int, ...]:
-        """Values of `starts` as integers."""
         return self._texts.starts
 
     def context(self, tokens: int) -> EncodeContext:
-        """Return the context of a forward pass over the first `tokens` tokens."""
         types = None if self._type_ids is None else self._type_ids.tensor[:tokens]
         return EncodeContext(self._token_ids.tensor[:tokens], self._positions.tensor[:tokens], types, self.starts, self)
 
     def selected_rows(self, rows: int | None) -> Tensor | None:
-        """Return the buffer of the first `rows` selected tokens, or None for all."""
         return None if rows is None else self._selected.tensor[:rows]
 
     def addresses(self, selected_only: bool) -> TextBuffers:
@@ -225,17 +207,8 @@ class TextBatch:
         return attend_texts(heads, self._texts, spec)
 
 
-MIN_RECORDED_TOKENS = 16  # a model that cannot be recorded with this few tokens is never recorded
-_MAX_LANES = 4096
-
-HiddenFunction = Callable[[EncodeContext, Tensor | None], Tensor]
-
-
 class _LayerRecording:
-    """Recordings of the layers over one batch and one pool.
-
-    One computes all tokens, the other computes selected tokens.
-    """
+    """Recordings of the layers over one batch and one pool: one of all tokens, one of selected tokens."""
 
     def __init__(self, hidden: HiddenFunction, max_tokens: int, num_types: int) -> None:
         self._hidden, self.max_tokens = hidden, max_tokens
@@ -260,15 +233,11 @@ class _LayerRecording:
 
     @property
     def hidden_size(self) -> int:
-        """Size of a hidden state."""
         recorded, _ = next(iter(self._recordings.values()))
         return int(recorded.result.shape[1])
 
     def _record(self, selected_only: bool) -> tuple[RecordedOperations, RecordedRowCounts]:
-        """Record with the largest number of tokens.
-
-        A linear form may use another implementation for large products.
-        """
+        """Record with the largest number of tokens: a form may use another implementation for large products."""
         sizes: tuple[int, ...] = (self.max_tokens + 1, self.max_tokens) if selected_only else (self.max_tokens,)
         recorded = record_dry_run(
             self._pool,
@@ -291,10 +260,10 @@ class EncoderReplay:
         off_reason: str = "",
         planner: LanePlanner = DEFAULT_PLANNER,
     ) -> None:
-        """Start without recordings.
+        """Start without recordings. `off_reason` is the reason to record nothing.
 
-        `max_tokens` is the largest number of tokens in a recorded step: in longer steps the interpreter time is
-        negligible, and results need much memory. `off_reason` is the reason to record nothing.
+        Steps of more than `max_tokens` tokens are not recorded: interpreter time is negligible there, and results need
+        much memory.
         """
         self.reason = off_reason  # reason why every step is eager; empty if steps are replayed
         self.num_runs = 0  # number of steps that were replayed
@@ -311,20 +280,15 @@ class EncoderReplay:
 
     @property
     def most_tokens(self) -> int:
-        """Largest number of tokens in a step that is replayed; 0 if none is."""
         return 0 if self.reason else self._max_tokens
 
     def plan_lanes(self, lengths: Sequence[int]) -> LanePlan:
-        """Return the order of the texts in the batch and their assignment to lanes, for texts of `lengths` tokens."""
         if self.reason or sum(lengths) > self._max_tokens:
             return LanePlan.none(len(lengths))
         return self.planner.plan(lengths, torch.get_num_threads())
 
     def __call__(self, plan: LanePlan) -> Tensor:
-        """Return the hidden states of the batch, FP32, which the next step overwrites.
-
-        The texts are in the order of the lane plan.
-        """
+        """Return the hidden states of the batch, FP32, in the plan's order; the next step overwrites them."""
         batch = self._batch
         selected_only = batch.num_selected is not None
         steps = self._recorded(selected_only) if batch.num_tokens <= self._max_tokens else None
@@ -356,7 +320,6 @@ class EncoderReplay:
         library.armature_run_lanes(ctypes.byref(arguments))
 
     def _recorded(self, selected_only: bool) -> ctypes.Array[LaneOperations] | None:
-        """Return the steps of the shared recording and of each thread, or None if the model cannot be recorded."""
         threads = torch.get_num_threads()
         while not self.reason and (threads, selected_only) not in self._steps:
             try:
@@ -383,35 +346,6 @@ class EncoderReplay:
         return steps
 
 
-class EncoderModel(Protocol):
-    """An encoder's layers and heads. `starts` [texts + 1] int64 contains the borders of the texts."""
-
-    config: EncoderConfig
-
-    def rows(self, starts: Tensor, names: Collection[str]) -> Tensor | None:
-        """Return the tokens [n] int64 whose hidden states these outputs need, or None for all."""
-        ...
-
-    def hidden(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
-        """Return the hidden states after the last norm, FP32 [tokens or rows, size]."""
-        ...
-
-    def outputs(
-        self,
-        hidden: Tensor,
-        starts: Tensor,
-        names: Collection[str],
-        rows: Tensor | None = None,
-        skipped: Tensor | None = None,
-    ) -> Mapping[str, Tensor]:
-        """Return the requested outputs, FP32.
-
-        `embedding` (not normalised) and `logits` have a row for each text, `last_hidden_state` has one for each
-        token. The first `skipped` [texts] tokens of a text are not pooled.
-        """
-        ...
-
-
 class EncoderRunner:
     """Runs batches of texts. It belongs to the worker thread and keeps only buffers between calls."""
 
@@ -419,20 +353,15 @@ class EncoderRunner:
 
     def __init__(
         self,
-        model: EncoderModel,
+        model: Encoder,
         max_tokens: int,
         off_reason: str = "",
         replayed_tokens: int | None = None,
         planner: LanePlanner = DEFAULT_PLANNER,
     ) -> None:
-        """Create the buffers and the recordings.
+        """Create the buffers for batches of up to `max_tokens` tokens, and the recordings.
 
-        Args:
-            model: The encoder.
-            max_tokens: The most tokens of a batch.
-            off_reason: The reason why no batch is replayed; empty if batches are.
-            replayed_tokens: Batches of up to this many tokens are replayed natively (None: all).
-            planner: The lane planner.
+        `off_reason`: why no batch is replayed. Batches of up to `replayed_tokens` tokens are (None: all).
         """
         self.model = model
         self._batch = TextBatch(max_tokens, model.config.num_types, model.config.padding_id)
@@ -443,7 +372,6 @@ class EncoderRunner:
         self.is_native = False  # the last batch was replayed
 
     def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
-        """Return the rows of each text by output name, as little-endian FP32 bytes."""
         with torch.inference_mode():
             names = {name for span in spans for name in span.request.message.outputs}
             plan = self.replay.plan_lanes([span.num_tokens for span in spans])
@@ -463,7 +391,6 @@ class EncoderRunner:
         return self.run(spans)
 
     def wait(self, in_flight: list[dict[str, bytes]]) -> list[dict[str, bytes]]:
-        """Return the results of `launch`, which are complete."""
         return in_flight
 
     def survives(self, error: Exception) -> bool:
@@ -478,10 +405,7 @@ class EncoderRunner:
 
 
 def output_bytes(outputs: Mapping[str, Tensor], spans: Sequence[TextSpan], normalizes: bool) -> list[dict[str, bytes]]:
-    """Return the rows of each text by output name, as little-endian FP32 bytes.
-
-    Vectors have unit length if the request asks for it, or by default if `normalizes`.
-    """
+    """Return the rows of each text by output name as FP32 bytes, by default of unit length if `normalizes`."""
     parts: list[dict[str, bytes]] = [{} for _ in spans]
     for name, tensor in outputs.items():
         if name == "embedding":
@@ -496,10 +420,7 @@ def output_bytes(outputs: Mapping[str, Tensor], spans: Sequence[TextSpan], norma
 
 
 def embedding_bytes(vectors: Tensor, spans: Sequence[TextSpan], normalizes: bool) -> list[bytes]:
-    """Cut pooled vectors [texts, size] to the requested dimensions and normalise them.
-
-    A request decides whether its vectors get unit length; `normalizes` is the default.
-    """
+    """Cut pooled vectors [texts, size] to the requested dimensions and normalise them."""
     asked = [(span.request.message.dimensions, span.request.message.normalize) for span in spans]
     found: dict[int, bytes] = {}
     for dimensions, normalize in dict.fromkeys(asked):
@@ -516,7 +437,6 @@ def in_arrival_order(rows: Sequence[dict[str, bytes]], order: Sequence[int]) -> 
 
 
 def split_bytes(rows: Tensor, counts: Sequence[int]) -> list[bytes]:
-    """Split rows [n, size] FP32 into parts of `counts` rows each, as bytes."""
     whole = rows.contiguous().numpy().astype("<f4", copy=False).tobytes()
     width = rows.shape[1] * rows.itemsize
     ends = list(accumulate(counts))

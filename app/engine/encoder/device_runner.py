@@ -1,8 +1,7 @@
 """Runs a batch of texts on a GPU: one copy to the device, layers and heads, one copy back, results as bytes.
 
-The queue decides which texts are in the batch, and `engine/encoder/device_inputs.py` defines the memory layout. Small
-batches are recorded once for each shape and replayed as one call, because submitting them layer by layer takes longer
-than the device needs to compute them.
+Small batches are recorded once for each shape and replayed as one call, because submitting them layer by layer takes
+longer than the device needs to compute them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from torch import Tensor
 
 from app.backends.base import CapturedGraph, DeviceBackend, DeviceEvent
 from app.engine.encoder.batching import TextSpan
-from app.engine.encoder.cpu_runner import EncoderModel, output_bytes
+from app.engine.encoder.cpu_runner import output_bytes
 from app.models.encoders.config import EncoderConfig, positions_of
+from app.models.encoders.encoder import Encoder
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec, EncodeContext
 from armature_kernels.attention.paged import PackedTexts
@@ -34,6 +34,10 @@ from armature_kernels.attention.paged import PackedTexts
 RECORDED_TOKENS = (16, 32, 48, 80, 144, 272, 528)
 RECORDED_TEXTS = (2, 8, 32, 128)
 _SHORT_TEXT = 3  # tokens; texts are rarely shorter, so a batch rarely has more texts than its tokens divided by this
+Int64Array = NDArray[np.int64]
+_ALIGNED = 16  # elements; kernels are compiled for aligned addresses, and compiled again for others
+_LOG = logging.getLogger(__name__)
+ProgressCallback = Callable[[int, int], None]  # done, total
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,16 +64,9 @@ def padded_shape(tokens: int, texts: int, shapes: Iterable[TextBatchShape]) -> T
     return min((shape for shape in shapes if shape.tokens > tokens and shape.texts > texts), default=None)
 
 
-Int64Array = NDArray[np.int64]
-_ALIGNED = 16  # elements; kernels are compiled for aligned addresses, and compiled again for others
-
-
 @dataclass(frozen=True, slots=True)
 class _BatchLayout:
-    """The slices of a batch in its int64 buffer.
-
-    Texts are packed end to end. `starts` is [texts + 1]. `skipped` is [texts], and None if prompts are pooled too.
-    """
+    """The slices of a batch in its int64 buffer: `starts` [texts + 1]; `skipped` [texts], None if all are pooled."""
 
     token_ids: slice
     positions: slice
@@ -80,14 +77,9 @@ class _BatchLayout:
 
 
 class DeviceTextBatch:
-    """The buffer of a batch on the device, and two staging buffers on the host.
-
-    The next batch uses the same device buffer: the queue of the device keeps them apart. The host needs two, since
-    the next batch is described while the copy of one may be unfinished.
-    """
+    """The buffer of a batch on the device, and two staging buffers on the host, since a copy may be unfinished."""
 
     def __init__(self, backend: DeviceBackend, max_tokens: int, config: EncoderConfig) -> None:
-        """Allocate the buffers. `max_tokens` is the most tokens of a batch, and so also the most texts."""
         self.max_tokens = max_tokens
         self._backend = backend
         self._has_types, self._skips = config.num_types > 1, config.pooling.skips_prompt
@@ -99,10 +91,7 @@ class DeviceTextBatch:
         self._buffer = torch.empty(size, dtype=torch.int64, device=backend.device)
 
     def fill(self, spans: Sequence[TextSpan], shape: TextBatchShape) -> None:
-        """Describe these texts and send them; at most one earlier batch may be unfinished.
-
-        If the shape is larger, it is filled by empty texts and then by one text with all tokens that are left.
-        """
+        """Describe these texts and send them; empty texts and one with all tokens left fill a larger shape."""
         starts = list(accumulate((span.num_tokens for span in spans), initial=0))
         tokens, more = starts[-1], shape.texts - len(spans)
         assert tokens <= shape.tokens <= self.max_tokens, "a step has a budget"
@@ -121,10 +110,7 @@ class DeviceTextBatch:
         self._written.reverse()
 
     def view(self, shape: TextBatchShape, most_tokens: int) -> DeviceTextView:
-        """Return the views of a batch of this shape, whenever they are read.
-
-        The longest text of the batch has at most `most_tokens` tokens.
-        """
+        """Return the views of a batch of this shape, whose longest text has at most `most_tokens` tokens."""
         return DeviceTextView(self._buffer, self._layout(shape), most_tokens, self._backend)
 
     def _layout(self, shape: TextBatchShape) -> _BatchLayout:
@@ -138,8 +124,6 @@ class DeviceTextBatch:
 
 
 class DeviceTextView:
-    """A batch on the device, as layers and heads read it."""
-
     def __init__(self, buffer: Tensor, layout: _BatchLayout, most_tokens: int, backend: DeviceBackend) -> None:
         self.starts = buffer[layout.starts]
         self.skipped = None if layout.skipped is None else buffer[layout.skipped]
@@ -148,10 +132,7 @@ class DeviceTextView:
         self._most_tokens, self._backend = most_tokens, backend
 
     def context(self) -> EncodeContext:
-        """Return the context of one forward pass.
-
-        The int32 offsets that kernels need are computed on the device, again in each recording.
-        """
+        """Return the context of one forward pass; int32 offsets are computed on the device."""
         texts = PackedTexts(self.starts.to(torch.int32), self._most_tokens)
 
         def attend(layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
@@ -161,7 +142,6 @@ class DeviceTextView:
 
 
 def _fill_numbers(target: Int64Array, rows: Sequence[Sequence[int]]) -> None:
-    """Write the numbers end to end and fill the rest with zeros."""
     numbers = array("q")
     for row in rows:
         numbers.extend(row)
@@ -169,25 +149,19 @@ def _fill_numbers(target: Int64Array, rows: Sequence[Sequence[int]]) -> None:
     target[len(numbers) :] = 0
 
 
-_LOG = logging.getLogger(__name__)
 ComputeTexts = Callable[[TextBatchShape], Tensor]
-ProgressCallback = Callable[[int, int], None]  # done, total
 
 
 class DeviceEncoderReplay:
-    """The recordings of one runner.
-
-    Only the usual output is recorded: a request for the hidden state of every token waits for the copy, not for
-    submission.
-    """
+    """The recordings of one runner, of the usual output: other outputs wait for the copy, not for submission."""
 
     def __init__(
         self, backend: DeviceBackend, texts: DeviceTextBatch, compute: ComputeTexts, off_reason: str = ""
     ) -> None:
         """Start without recordings.
 
-        `compute` returns the usual output [texts, size] FP32 of the batch that is in `texts`. `off_reason` is the
-        reason to record nothing.
+        `compute` returns the usual output [texts, size] FP32 of the batch in `texts`. `off_reason` is the reason to
+        record nothing.
         """
         self.reason = off_reason  # reason why nothing more is recorded; empty if all was
         self.num_runs = 0  # number of steps that were replayed
@@ -197,7 +171,6 @@ class DeviceEncoderReplay:
 
     @property
     def most_tokens(self) -> int:
-        """Largest number of tokens in a step that is replayed; 0 if none is."""
         return max((shape.tokens for shape in self._captured), default=1) - 1
 
     def record(
@@ -206,10 +179,7 @@ class DeviceEncoderReplay:
         example: Sequence[TextSpan],
         progress: ProgressCallback = lambda done, total: None,
     ) -> None:
-        """Record all of these shapes, the largest first, so that the others reuse its memory.
-
-        `example` is a batch that fits each of them.
-        """
+        """Record all of these shapes, the largest first, as the others reuse its memory; `example` fits each."""
         for done, shape in enumerate(sorted(shapes, reverse=True)):
             if self.reason:
                 return
@@ -233,7 +203,6 @@ class DeviceEncoderReplay:
         self._captured[shape], self._results[shape] = captured, result
 
     def padded_shape(self, tokens: int, texts: int) -> TextBatchShape | None:
-        """Return the recorded shape that a batch is padded to, or None if it is computed as it is."""
         return padded_shape(tokens, texts, self._captured)
 
     def __call__(self, shape: TextBatchShape) -> Tensor:
@@ -258,19 +227,10 @@ class InFlightTexts:
 
 
 class DeviceEncoderRunner:
-    """Runs batches of texts on a device.
-
-    It belongs to the worker thread and keeps no state except batches in flight.
-    """
-
     overlaps = True
 
-    def __init__(self, model: EncoderModel, backend: DeviceBackend, max_tokens: int, off_reason: str = "") -> None:
-        """Create the buffers for batches of at most `max_tokens` tokens.
-
-        `off_reason` is the reason why no batch is recorded. If it is empty, small batches are recorded once `record`
-        is called.
-        """
+    def __init__(self, model: Encoder, backend: DeviceBackend, max_tokens: int, off_reason: str = "") -> None:
+        """Create the buffers for batches of at most `max_tokens` tokens; `off_reason`: why no batch is recorded."""
         self.model, self.backend = model, backend
         self.model_seconds = 0.0  # seconds of the last batch, until its results were on the host
         self.is_native = False  # the last batch was the replay of a graph
@@ -281,7 +241,6 @@ class DeviceEncoderRunner:
         self.replay = DeviceEncoderReplay(backend, self._texts, self._compute_default_output, off_reason)
 
     def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
-        """Return the rows of each text by output name, as little-endian FP32 bytes."""
         return self.wait(self.launch(spans))
 
     @torch.inference_mode()
@@ -308,10 +267,7 @@ class DeviceEncoderRunner:
 
     @torch.inference_mode()
     def record(self, example: Sequence[TextSpan], progress: ProgressCallback = lambda done, total: None) -> None:
-        """Record small batches, so that each one is later submitted as a single call.
-
-        `example` is one text of one token.
-        """
+        """Record small batches, so that each is submitted as one call. `example` is one text of one token."""
         self.replay.record(recorded_shapes(self._texts.max_tokens), example, progress)
         self.backend.synchronize()
 
@@ -320,7 +276,6 @@ class DeviceEncoderRunner:
         return self.backend.recover_from_oom(error)
 
     def _submit(self, spans: Sequence[TextSpan], names: Collection[str]) -> Mapping[str, Tensor]:
-        """Submit the batch and return its outputs on the device, which may not be finished."""
         lengths = [span.num_tokens for span in spans]
         exact = TextBatchShape(sum(lengths), len(lengths))
         shape = self.replay.padded_shape(exact.tokens, exact.texts) if list(names) == [self._default_output] else None
@@ -341,20 +296,14 @@ class DeviceEncoderRunner:
 
 
 class _HostResults:
-    """Host buffers for the outputs of a batch: one copy from the device, into memory that is reused.
-
-    There are two, since the next batch may be written while one is read.
-    """
+    """Two host buffers for the outputs of a batch: the next may be written while one is read."""
 
     def __init__(self, backend: DeviceBackend) -> None:
         self._backend = backend
         self._hosts = [torch.empty(0), torch.empty(0)]
 
     def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Start the copy of the outputs. The FP32 host tensors are valid until the call after the next.
-
-        A call that raises does not count.
-        """
+        """Start the copy of the outputs. The FP32 host tensors are valid until the call after the next."""
         parts = [output.flatten() for output in outputs.values()]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         assert flat.dtype == torch.float32, "heads return fp32"
@@ -370,8 +319,5 @@ class _HostResults:
 
 
 def _buffer_size(elements: int) -> int:
-    """Return the size of an int64 buffer for `elements` FP32 values.
-
-    It is a power of two, so that the buffer is seldom reallocated.
-    """
+    """Return the size of an int64 buffer for `elements` FP32 values, a power of two."""
     return max(1, 1 << ((elements - 1) // 2).bit_length())

@@ -1,7 +1,4 @@
-"""Dynamic batching of an encoder.
-
-The queue selects the texts of a step, the runner computes them, and the engine assembles the answers.
-"""
+"""Dynamic batching of an encoder: the queue selects a step's texts, the runner computes, the engine answers."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from app.engine.encoder.batching import BatchingDelay, EncodeState, TextBudget, 
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, StepFailed, WrongModelKind
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Abort, ArraysReady, Encode, Event, RequestFailed, Text, Timings
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 
 _NOT_FINITE_MESSAGE = (
     "The model's output for this request is not finite, so there is no result: its weights do not suit a token of these "
@@ -29,37 +26,26 @@ class TextRunner(Protocol):
     """Computes texts: for each text, rows of little-endian FP32 bytes by output name."""
 
     @property
-    def model_seconds(self) -> float:
-        """Seconds of the last batch in the model's forward pass."""
-        ...
+    def model_seconds(self) -> float: ...
 
     @property
     def overlaps(self) -> bool:
         """True if a batch may be launched while another is in flight."""
-        ...
 
     @property
-    def is_native(self) -> bool:
-        """True if the last batch was replayed from a recording."""
-        ...
+    def is_native(self) -> bool: ...
 
     def launch(self, spans: Items[TextSpan]) -> Any:
         """Start a batch and return what `wait` takes; wait in the order of launching."""
-        ...
 
-    def wait(self, in_flight: Any) -> Items[Mapping[str, bytes]]:
-        """Return the rows of each text, by output name."""
-        ...
+    def wait(self, in_flight: Any) -> Items[Mapping[str, bytes]]: ...
 
     def survives(self, error: Exception) -> bool:
         """Return True if the error was a lack of memory that a smaller batch may avoid."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlightBatch:
-    """A batch in flight, and the time when it was started."""
-
     spans: tuple[TextSpan, ...]
     in_flight: Any
     launched_at: float
@@ -67,19 +53,13 @@ class _InFlightBatch:
 
 @dataclass(frozen=True, slots=True)
 class EncoderLimits:
-    """The limits of a request: the most tokens of a text, and the outputs that exist.
-
-    A step has at most `max_running_seqs` texts.
-
-    The service refuses the same requests earlier, with messages in terms of its API.
-    """
+    """The limits of a request: the most tokens of a text, the texts of a step, and the outputs that exist."""
 
     max_model_len: int
     max_running_seqs: int
     outputs: tuple[str, ...]
 
     def refusal(self, message: Encode) -> RequestError | None:
-        """Return the error of a request that can never be computed, or None."""
         if not message.texts or not message.outputs:
             return InvalidRequest("There is nothing to encode.", field="input")
         missing = next((name for name in message.outputs if name not in self.outputs), None)
@@ -97,10 +77,9 @@ class EncoderLimits:
 class EncoderEngine:
     """The engine of encoders, as the worker calls it. `stats` describes the last step.
 
-    A step that fails is tried again request by request, each alone. Only a request whose texts cannot be computed
-    ends with `StepFailed`. A step that needs more memory than there is is tried again in parts. If enough texts
-    are queued to fill the next step, a runner that overlaps launches it before this one is waited for: texts are
-    described and answers are assembled while the device computes.
+    A step that fails is tried again request by request. A step that needs too much memory is tried again in parts. If
+    enough texts are queued to fill the next step, a runner that overlaps launches it before this one is waited for:
+    texts are described and answers are assembled while the device computes.
     """
 
     def __init__(
@@ -123,7 +102,6 @@ class EncoderEngine:
 
     @property
     def has_work(self) -> bool:
-        """True if texts are queued or a batch is in flight."""
         return len(self.queue) > 0 or self._launched_ahead is not None
 
     @property
@@ -148,7 +126,6 @@ class EncoderEngine:
         return []
 
     def step(self) -> list[Event]:
-        """Compute the next batch and return the answers that are complete now."""
         self.throttle_correction.begin()
         now, self._launched_ahead = self._launched_ahead or self._launch(), None
         if now is None:
@@ -169,7 +146,6 @@ class EncoderEngine:
         return events
 
     def _launch(self) -> _InFlightBatch | None:
-        """Start the next batch, or a smaller one if memory is short. Return None if no texts are queued."""
         began = self._clock()
         while spans := self.queue.take(self._budget.capacity(self._delay.target_tokens)):
             self._spans += spans
@@ -188,19 +164,13 @@ class EncoderEngine:
         return None
 
     def _next_is_full(self) -> bool:
-        """Return True if waiting cannot add texts to the next step.
-
-        A request that is computed alone shares its step with no other.
-        """
+        """Return True if waiting cannot add texts to the next step."""
         if not self.runner.overlaps or self.queue.num_tokens < self._delay.target_tokens:
             return False
         return not any(request.runs_alone for request in self.queue.requests)
 
     def fail(self) -> list[Event]:
-        """Handle a step that raised: its requests are queued again to run alone, and one that was alone already ends.
-
-        If no batch was in flight, all requests end.
-        """
+        """Queue again the requests of a step that raised, to run alone; one that was alone already ends."""
         error = StepFailed(
             "The step that computed this request failed; the server's log says why. It may be sent again."
         )
@@ -223,11 +193,9 @@ class EncoderEngine:
             raise StepFailed("The outputs for a text of one token are not finite.")
 
     def fail_all(self, error: RequestError) -> list[Event]:
-        """End every request with this error."""
         return self._end(list(self.queue.requests), error)
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the state of the queue for the service and the metrics."""
         requests = self.queue.requests
         running = sum(bool(request.results) for request in requests)
         return EngineSnapshot(
@@ -259,12 +227,10 @@ class EncoderEngine:
 
 
 def are_finite(rows: bytes) -> bool:
-    """Return True if all values of rows of FP32 bytes are finite."""
     return bool(numpy.isfinite(numpy.frombuffer(rows, "<f4")).all())
 
 
 def _ending(request: EncodeState, now: float) -> ArraysReady | RequestFailed:
-    """Return the answer of a request whose texts are computed, or its failure if it has values that are not finite."""
     message, started_at = request.message, request.started_at
     assert started_at is not None, "it was in a step"
     arrays = request.arrays()
@@ -275,7 +241,6 @@ def _ending(request: EncodeState, now: float) -> ArraysReady | RequestFailed:
 
 
 def encode_step_stats(spans: Items[TextSpan], seconds: float, model_seconds: float) -> StepStats:
-    """Return the statistics of a step, for the metrics and the batching delay."""
     return StepStats(
         seconds=seconds,
         num_sequences=len(spans),

@@ -1,16 +1,12 @@
 """Sampling of many rows of logits at once: the table of sampling parameters, penalties, filters and random numbers.
 
-`COLUMNS` declares each parameter that the samplers read for every row: the sampler of the CPU, the input block of
-a device, the device's sampler and its Triton kernel. A new parameter is one row of that table, its effect in
-`_filter` here, and its effect in the Triton kernel.
+`COLUMNS` declares each parameter for the sampler of the CPU, the input block of a device, the device's sampler and its
+Triton kernel. A new parameter is a row there, its effect in `_filter`, and its effect in the Triton kernel.
 
-Every filter is a threshold: a token stays if it is at least as likely as the last one that must stay, so tied
-tokens stay together. The CPU finds thresholds by sorting. A device finds them by bisection over the bits of a
-float: this takes as many rounds as a float has bits, is exact, and needs no host values and no synchronization, so
-it can be captured.
+Every filter is a threshold, so tied tokens stay together. The CPU finds it by sorting, a device by bisection over the
+bits of a float, which is exact and needs no host values, so it can be captured.
 
-Random numbers are counter-based and depend only on a seed and a position. There is no state, so neither the batch
-nor a preemption changes a sampled token.
+Random numbers depend only on a seed and a position, so neither the batch nor a preemption changes a token.
 """
 
 from __future__ import annotations
@@ -48,6 +44,15 @@ _BISECTION_ROUNDS, _BISECTION_ROUNDS_TO_ONE = (
     32,
     30,
 )  # there are fewer than 2^32 floats, and fewer than 2^30 between 0 and 1
+TensorColumns = Mapping[str, Tensor]  # for each of `COLUMNS` by name, a tensor [rows] of its dtype
+Threshold = Callable[[Tensor, Tensor], Tensor]  # (scores or probabilities [rows, vocab], column [rows]) -> [rows, 1]
+# ---- random numbers ------------------------------------------------------------------------------------------------
+
+# SplitMix64 from Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; it passes
+# BigCrush.
+Bits = TypeVar("Bits", int, NDArray[Any])
+_GAMMA = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
 
 
 # ---- the table of sampling parameters ------------------------------------------------------------------------------
@@ -57,10 +62,8 @@ _BISECTION_ROUNDS, _BISECTION_ROUNDS_TO_ONE = (
 class SamplerColumn:
     """A sampling parameter that the samplers read for every row.
 
-    - `neutral`: the value that has no effect; padding rows hold it. For the temperature it selects the most likely
-      token.
-    - `values`: reads the parameter of each row.
-    - `is_filter`: the parameter removes tokens, so steps of rows with neutral values skip it.
+    `neutral` has no effect, and padding rows hold it; for the temperature it selects the most likely token. `values`
+    reads the parameter of each row. Steps of rows with neutral values skip a filter.
     """
 
     name: str
@@ -71,11 +74,9 @@ class SamplerColumn:
 
     @property
     def array_dtype(self) -> str:
-        """The dtype by its name in numpy."""
         return str(self.dtype).removeprefix("torch.")
 
     def is_neutral(self, params: abc.Sequence[SamplingParams]) -> bool:
-        """Return True if the parameter has no effect on any of these rows."""
         return self.values(params).count(self.neutral) == len(params)
 
 
@@ -93,16 +94,12 @@ COLUMNS: tuple[SamplerColumn, ...] = (
 )
 FILTERS = tuple(column for column in COLUMNS if column.is_filter)
 
-TensorColumns = Mapping[str, Tensor]  # for each of `COLUMNS` by name, a tensor [rows] of its dtype
-
 
 def filters_of(params: abc.Sequence[SamplingParams]) -> tuple[str, ...]:
-    """Return the names of the filters that at least one of these rows uses."""
     return tuple(column.name for column in FILTERS if not column.is_neutral(params))
 
 
 def tensor_columns(params: abc.Sequence[SamplingParams], device: torch.device | None = None) -> TensorColumns:
-    """Return the columns of these rows as tensors."""
     return {column.name: torch.tensor(column.values(params), dtype=column.dtype, device=device) for column in COLUMNS}
 
 
@@ -110,18 +107,12 @@ def tensor_columns(params: abc.Sequence[SamplingParams], device: torch.device | 
 
 
 def select_rows(values: Tensor, rows: list[int] | Tensor) -> Tensor:
-    """Return some rows of values [rows, vocab], in ascending order.
-
-    If all rows are requested, they are not copied.
-    """
+    """Return some rows of values [rows, vocab], in ascending order; all rows without a copy."""
     return values if len(rows) == len(values) else values[rows]
 
 
 def rows_not_finite(*largest: Tensor) -> list[int]:
-    """Return the rows from which no token can be sampled, by their largest logits, [rows] each.
-
-    A NaN anywhere in a row, a +inf, or a row of only -inf makes the maximum non-finite.
-    """
+    """Return the rows whose maximum is not finite (a NaN, a +inf, or only -inf), from maxima of [rows] each."""
     finite = largest[0].isfinite()
     for others in largest[1:]:
         finite &= others.isfinite()
@@ -134,9 +125,8 @@ def rows_not_finite(*largest: Tensor) -> list[int]:
 def apply_penalties(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
     """Return a float32 copy of logits [rows, vocab] with each sequence's penalties and biases applied.
 
-    The repetition penalty counts prompt and completion, as in transformers. Presence and frequency penalties count
-    the completion alone, as in the OpenAI API. Tokens are counted again at each step, for rows with penalties
-    only, so a preempted or forked sequence needs no bookkeeping.
+    The repetition penalty counts prompt and completion, as in transformers; presence and frequency penalties the
+    completion alone, as in the OpenAI API. Tokens are counted again at each step.
     """
     scores = logits.to(torch.float32, copy=True)
     for row, sequence in enumerate(sequences):
@@ -159,13 +149,8 @@ def _apply_penalties_to_row(scores: Tensor, sequence: Sequence) -> None:
         scores[token_id] += bias
 
 
-Threshold = Callable[[Tensor, Tensor], Tensor]  # (scores or probabilities [rows, vocab], column [rows]) -> [rows, 1]
-
-
 @dataclass(frozen=True, slots=True)
 class ThresholdSearch:
-    """A method to find the smallest value that top_k and top_p keep in each row."""
-
     top_k: Threshold
     top_p: Threshold
 
@@ -173,14 +158,13 @@ class ThresholdSearch:
 def filtered_probabilities(scores: Tensor, params: abc.Sequence[SamplingParams]) -> Tensor:
     """Return filtered probabilities from scores [rows, vocab] float32, which are overwritten.
 
-    Temperature, top_k, top_p and min_p are applied in this order. Filtered tokens have probability 0. The
-    remaining probabilities need not sum to 1.
+    Temperature, top_k, top_p and min_p are applied in this order. Filtered tokens have probability 0, and the rest need
+    not sum to 1.
     """
     return _filter(scores, tensor_columns(params, scores.device), filters_of(params), _BY_SORTING)
 
 
 def _filter(scores: Tensor, columns: TensorColumns, filters: Collection[str], search: ThresholdSearch) -> Tensor:
-    """Apply the temperature and these filters to scores [rows, vocab] float32, which are overwritten."""
     scores.div_(columns["temperature"].clamp(min=MIN_TEMPERATURE).unsqueeze(1))
     if "top_k" in filters:
         scores.masked_fill_(scores < search.top_k(scores, columns["top_k"]), -torch.inf)
@@ -205,10 +189,7 @@ def _top_k_by_sorting(scores: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _top_p_by_sorting(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest probability in each row's nucleus, [rows, 1]; 0 if top_p is off.
-
-    The nucleus is the smallest set of most likely tokens whose probabilities sum to at least top_p.
-    """
+    """Return the smallest probability in each row's nucleus, [rows, 1]; 0 if top_p is off."""
     threshold = probs.new_zeros((len(probs), 1))
     pending = (top_p < 1.0).nonzero().squeeze(1)
     limits = top_p.unsqueeze(1)
@@ -225,10 +206,7 @@ def _top_p_by_sorting(probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _top_k_by_bisection(scores: Tensor, top_k: Tensor) -> Tensor:
-    """Return the k-th largest score of each row, [rows, 1].
-
-    It is the largest float that at least k scores reach, or -inf if k is off.
-    """
+    """Return the largest float that at least k scores of the row reach, [rows, 1]; -inf if k is off."""
 
     def too_few(bound: Tensor) -> Tensor:
         return (scores >= bound).sum(-1, keepdim=True) < k
@@ -241,10 +219,7 @@ def _top_k_by_bisection(scores: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _top_p_by_bisection(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest float above which the probabilities sum to less than top_p, [rows, 1]; 0 if top_p is off.
-
-    With this threshold, the last token that is needed to reach top_p stays.
-    """
+    """Return the smallest float above which probabilities sum to less than top_p, [rows, 1]; 0 if it is off."""
 
     def enough(bound: Tensor) -> Tensor:
         return torch.where(probs > bound, probs, 0.0).sum(-1, keepdim=True, dtype=torch.float64) < limits
@@ -261,10 +236,7 @@ _BY_BISECTION = ThresholdSearch(_top_k_by_bisection, _top_p_by_bisection)
 
 
 def _first_rank(predicate: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, rounds: int) -> Tensor:
-    """Return the first index in [low, high] from which on `predicate` is true.
-
-    It is assumed to be true at `high`.
-    """
+    """Return the first index in [low, high] from which on `predicate` is true; it is true at `high`."""
     for _ in range(rounds):
         middle = (low + high) >> 1
         found = predicate(_float_of_rank(middle))
@@ -273,10 +245,7 @@ def _first_rank(predicate: Callable[[Tensor], Tensor], low: Tensor, high: Tensor
 
 
 def _float_rank(values: Tensor) -> Tensor:
-    """Return the index of each fp32 value in the ascending order of all floats, int64.
-
-    `_float_of_rank` is the inverse. The two zeros have different bits but compare equal.
-    """
+    """Return each fp32 value's int64 index in the order of all floats (inverse: `_float_of_rank`)."""
     bits = values.view(torch.int32).long()
     return torch.where(bits < 0, _NEGATIVE_RANK_SUM - bits, bits)
 
@@ -286,21 +255,15 @@ def _float_of_rank(rank: Tensor) -> Tensor:
 
 
 def multinomial(probs: Tensor, uniforms: abc.Sequence[float]) -> Tensor:
-    """Sample one token id per row from probabilities [rows, vocab], with one uniform number per row.
-
-    The sampled token is the one at which the running sum in vocabulary order exceeds the uniform number.
-    """
+    """Sample one id per row of probabilities [rows, vocab], where the running sum exceeds its uniform number."""
     return multinomial_on_device(probs, torch.tensor(uniforms, dtype=torch.float64, device=probs.device))
 
 
 def multinomial_on_device(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample one token id per row, with uniform numbers [rows] float64 on the same device.
+    """Sample one token id per row, with uniform numbers [rows] float64 on the same device, without a synchronization.
 
-    No host synchronization occurs.
-
-    Tokens are in vocabulary order and not sorted by probability: a rounding difference in the logits then moves
-    the boundaries slightly instead of swapping two tokens. The search has two stages, over blocks and then within
-    one block, because a float64 running sum over a whole vocabulary is slow.
+    Tokens are in vocabulary order: a rounding difference then moves boundaries slightly instead of swapping two tokens.
+    The search has two stages, over blocks and within one, because a float64 sum over a whole vocabulary is slow.
     """
     missing = -probs.shape[1] % _SUM_BLOCK
     blocks = (F.pad(probs, (0, missing)) if missing else probs).view(len(probs), -1, _SUM_BLOCK)
@@ -311,10 +274,7 @@ def multinomial_on_device(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _locate_in_cumsum(mass: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first index whose running sum exceeds `fraction` [rows] of the row's total.
-
-    Also returns the relative offset of the target within that index's mass, in [0, 1).
-    """
+    """Return the first index whose running sum exceeds `fraction` [rows] of the total, and the offset in it, [0, 1)."""
     running = mass.cumsum(-1)
     target = fraction * running[:, -1]
     # always a valid index: target < total, since fraction < 1
@@ -329,29 +289,20 @@ def _locate_in_cumsum(mass: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """Sampling parameters of each row of a device step, and a uniform number fp64 [rows] in [0, 1) for each.
-
-    A row with temperature 0 takes the most likely token.
-    """
+    """Sampling parameters of a device step's rows, and a uniform number fp64 [rows] in [0, 1) for each."""
 
     columns: TensorColumns
     uniforms: Tensor
 
 
 def sample_greedy(logits: Tensor) -> Tensor:
-    """Return the most likely token id of each row of logits [rows, vocab], int64 [rows].
-
-    Among equal logits the lowest id is taken. The id is `NOT_FINITE` if the row has no finite maximum.
-    """
+    """Return the first most likely id of logits [rows, vocab], int64 [rows]; `NOT_FINITE` if its logit is not finite."""
     best, ids = logits.max(-1)  # faster than `argmax` in bfloat16
     return torch.where(best.isfinite(), ids, NOT_FINITE)
 
 
 def sample_random(logits: Tensor, sampling: SamplingTensors, filtered: bool = True) -> Tensor:
-    """Sample one token id for each row of logits [rows, vocab] with the row's uniform number; int64 [rows].
-
-    A row gets `NOT_FINITE` if its logits are not finite. `filtered` False means that no row uses a filter.
-    """
+    """Sample one id per row of logits [rows, vocab], int64 [rows]; `NOT_FINITE` for rows that are not finite."""
     if triton_usable(logits):
         from armature_kernels.triton.sampling import sample_rows
 
@@ -360,15 +311,11 @@ def sample_random(logits: Tensor, sampling: SamplingTensors, filtered: bool = Tr
 
 
 def scratch_rows(logits_like: Tensor) -> int:
-    """Return the number of fp32 rows that `sample_random` allocates for each row of logits.
-
-    It is 0 if sampling is one kernel on this device, else 4.
-    """
+    """Return the fp32 rows that `sample_random` allocates for each row: 0 with one kernel, else 4."""
     return 0 if triton_usable(logits_like) else 4
 
 
 def sample_random_torch(logits: Tensor, sampling: SamplingTensors, filtered: bool = True) -> Tensor:
-    """Compute `sample_random` with torch operations."""
     likeliest = sample_greedy(logits)
     filters = [column.name for column in FILTERS] if filtered else []
     probs = _filter(logits.to(torch.float32, copy=True), sampling.columns, filters, _BY_BISECTION)
@@ -376,41 +323,26 @@ def sample_random_torch(logits: Tensor, sampling: SamplingTensors, filtered: boo
     return torch.where((sampling.columns["temperature"] > 0) & (likeliest != NOT_FINITE), drawn, likeliest)
 
 
-# ---- random numbers ------------------------------------------------------------------------------------------------
-
-# SplitMix64 from Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; it passes
-# BigCrush.
-Bits = TypeVar("Bits", int, NDArray[Any])
-_GAMMA = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
-
-
 def uniform_number(seed: int, position: int) -> float:
     """Return a number in [0, 1) with 53 random bits: number `position` of the stream of `seed`.
 
-    The seed is mixed before it becomes the start of a stream. Otherwise, seeds that differ by a multiple of the
-    increment (the choices of one request do) would give the same stream, shifted.
+    The seed is mixed first: the seeds of one request's choices would give the same stream, shifted.
     """
     return (_splitmix64(stream_start(seed) + (position + 1) * _GAMMA) >> 11) * 2.0**-53
 
 
 def stream_start(seed: int) -> int:
-    """Return the start state of a seed's stream."""
     return _splitmix64(seed)
 
 
 def uniform_numbers(streams: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any]:
-    """Return one number per stream (`streams` uint64), each at its position.
-
-    uint64 arithmetic wraps around without a mask.
-    """
+    """Return one number per stream (uint64), each at its position. uint64 arithmetic wraps without a mask."""
     bits: NDArray[Any] = _splitmix64(streams + (positions + 1).astype(streams.dtype) * _GAMMA)
     numbers: NDArray[Any] = (bits >> 11) * 2.0**-53
     return numbers
 
 
 def _splitmix64(bits: Bits) -> Bits:
-    """Return the SplitMix64 mix of an int, or of each element of a uint64 array."""
     bits = bits & _MASK
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,19 +1,22 @@
 """Sampler: each sequence's next token, or a beam's best candidates, from one step's logits.
 
-Rows are grouped by their sampling method. Greedy sequences, and those that sample from a small top_k, need only each
-row's top logits; penalties, beams and random sampling without a limit need all logits. The scheduler decides where a
-sequence ends and which beams continue.
+Rows are grouped by their sampling method: greedy sequences and a small top_k need only each row's top logits;
+penalties, beams and random sampling without a limit need all logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from math import isfinite
+from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.sampling.rows import (
@@ -25,26 +28,111 @@ from app.engine.sampling.rows import (
     select_rows,
     uniform_number,
 )
-from app.engine.scheduler.batch import NOT_SAMPLED, Batch, LogitRow, SampledTokens, ScoredSpan, Sequence
+from app.engine.scheduler.batch import NOT_SAMPLED, Batch, LogitRow, SampledTokens, ScheduledSpan, ScoredSpan, Sequence
 from app.messages import TokenScore
 from armature_kernels.elementwise.activations import MAX_TOP_LOGITS, RowMasks, TopLogits, TopLogitsRequest, mask_logits
 
 SampleRows = Callable[[Tensor, Rows[LogitRow]], list[SampledTokens]]
+# Rows whose logits exist at once: with a vocabulary of 150,000 tokens 39 MB in FP32, twice for the time of a step. So
+# many rows read the output layer's weights often enough for their product to be bound by arithmetic.
+MAX_SCORED_ROWS = 64
+_MIN_ROWS = 16
+_MAX_KEPT_LISTS = 16  # lists of allowed tokens whose masks are kept
+Words = NDArray[Any]  # uint32: bit t % 32 of word t // 32 is token t
+
+
+class TokenMasks:
+    """The masks of one step's rows, `words` int32 [rows, ceil(vocab / 32)], at a fixed address until rows exceed it."""
+
+    __slots__ = ("_array", "_vocab_size", "words")
+
+    def __init__(self, vocab_size: int, rows: int = _MIN_ROWS) -> None:
+        self._vocab_size = vocab_size
+        self._array: Words = numpy.zeros((rows, -(-vocab_size // 32)), numpy.uint32)
+        self.words = torch.from_numpy(self._array.view(numpy.int32))
+
+    def for_step(self, spans: Iterable[ScheduledSpan], num_rows: int) -> TokenMasks | None:
+        """Return the masks of a step's rows, in order, maybe in a larger object; None if no row is restricted."""
+        sampling = [span for span in spans if span.samples]
+        if not any(span.sequence.restricts_tokens for span in sampling):
+            return None
+        masks = self
+        if num_rows > len(self._array):
+            masks = TokenMasks(self._vocab_size, max(num_rows, 2 * len(self._array)))
+        first = 0
+        for span in sampling:
+            rows = masks._array[first : first + span.num_samples]
+            _fill(rows, span, self._vocab_size)
+            first += span.num_samples
+        return masks
+
+    def allowed(self, num_rows: int) -> Tensor:
+        bits = numpy.unpackbits(self._array[:num_rows].view(numpy.uint8), axis=1, bitorder="little")
+        return torch.from_numpy(bits[:, : self._vocab_size]).bool()
+
+
+def _fill(rows: Words, span: ScheduledSpan, vocab_size: int) -> None:
+    sequence, params = span.sequence, span.sequence.params
+    if sequence.grammar is None:
+        rows[:] = 0xFFFFFFFF
+    else:
+        sequence.grammar.fill_masks(rows.ctypes.data, rows.strides[0], span.draft_ids)
+    if params.allowed_token_ids is not None:
+        rows &= _mask_of(params.allowed_token_ids, vocab_size)
+    for place in range(span.num_samples):
+        known = span.known_end + place
+        if known - sequence.num_prompt_tokens < params.min_tokens:
+            _clear(rows[place], sequence.stop_ids)
+        if sequence.bad_word_ids:
+            _clear(rows[place], _forbidden_ids(sequence, span.draft_ids[:place]))
+        if not rows[place].any():
+            _allow_end(rows[place], sequence)
+
+
+def _forbidden_ids(sequence: Sequence, draft_ids: tuple[int, ...]) -> set[int]:
+    longest = max(map(len, sequence.bad_word_ids)) - 1
+    start = max(sequence.num_prompt_tokens, len(sequence.token_ids) - longest)
+    recent = (*sequence.token_ids[start:], *draft_ids)
+    return {
+        word[-1]
+        for word in sequence.bad_word_ids
+        if len(word) == 1 or (len(recent) >= len(word) - 1 and recent[1 - len(word) :] == word[:-1])
+    }
+
+
+def _clear(row: Words, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        if token_id >> 5 < len(row):
+            row[token_id >> 5] &= ~numpy.uint32(1 << (token_id & 31))
+
+
+def _allow_end(row: Words, sequence: Sequence) -> None:
+    """Allow the end tokens, or any token if there are none, where the rules together allow no token."""
+    if not sequence.stop_ids:
+        row[:] = 0xFFFFFFFF
+    for token_id in sequence.stop_ids:
+        if token_id >> 5 < len(row):
+            row[token_id >> 5] |= numpy.uint32(1 << (token_id & 31))
+
+
+@lru_cache(_MAX_KEPT_LISTS)
+def _mask_of(token_ids: tuple[int, ...], vocab_size: int) -> Words:
+    bits = numpy.zeros(-(-vocab_size // 32) * 32, numpy.uint8)
+    bits[list(token_ids)] = 1
+    words: Words = numpy.packbits(bits, bitorder="little").view(numpy.uint32)
+    return words
 
 
 class Sampler:
-    """A stateless sampler.
-
-    The result depends only on the logits and the sequence, so neither the batch nor a preemption changes it.
-    """
+    """A stateless sampler: neither the batch nor a preemption changes a sampled token."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     def sample(self, logits: Tensor, rows: Rows[LogitRow], masks: RowMasks | None = None) -> list[SampledTokens]:
-        """Return one `SampledTokens` per row of logits [rows, vocab], of the tokens that `masks` allow.
+        """Return the samples of each row of logits [rows, vocab], of the tokens that `masks` allow.
 
-        It is `NOT_SAMPLED` for a row whose logits are not finite. The other rows do not depend on it.
+        A row whose logits are not finite gets `NOT_SAMPLED`; the others do not depend on it.
         """
         expected = (len(rows), self.vocab_size)
         assert logits.shape == expected, (
@@ -85,7 +173,6 @@ def _sampling_function(sequence: Sequence) -> SampleRows:
 
 
 def _sample_greedy(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
-    """Sample greedily, without converting the logits."""
     return [SampledTokens((token_id,)) for token_id in sample_greedy(logits).tolist()]
 
 
@@ -94,7 +181,6 @@ def _sample_greedy_penalised(logits: Tensor, rows: Rows[LogitRow]) -> list[Sampl
 
 
 def _sample_random(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
-    """Sample randomly. The random number depends on the seed and on the position of the new token."""
     scores = apply_penalties(logits, [row.sequence for row in rows])
     probs = filtered_probabilities(scores, [row.sequence.params for row in rows])
     uniforms = [uniform_number(row.sequence.seed, row.position) for row in rows]
@@ -102,10 +188,7 @@ def _sample_random(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
 
 
 def _beam_candidates(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
-    """Return each parent's best candidates with log-probabilities, best first.
-
-    A beam search ignores the temperature.
-    """
+    """Return each parent's best candidates with log-probabilities, best first, without a temperature."""
     sequences = [row.sequence for row in rows]
     logprobs = _log_softmax(apply_penalties(logits, sequences))
     best = _top_tokens(logprobs, max(sequence.num_candidates for sequence in sequences))
@@ -117,10 +200,7 @@ def _beam_candidates(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens
 
 
 def _with_logprobs(samples: list[SampledTokens], logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
-    """Add log-probabilities to the rows that requested them.
-
-    They are natural logarithms under the model's distribution before penalties and temperature.
-    """
+    """Add natural log-probabilities, before penalties and temperature, to the rows that requested them."""
     requested = [index for index, row in enumerate(rows) if row.sequence.params.logprobs is not None]
     if not requested:
         return samples
@@ -140,7 +220,6 @@ def _with_logprobs(samples: list[SampledTokens], logits: Tensor, rows: Rows[Logi
 
 
 def _chosen_tokens(logprobs: Tensor, token_ids: Set[int]) -> tuple[tuple[int, float], ...]:
-    """Return these tokens with their log-probabilities of logprobs [vocab], best first."""
     ids = sorted(token_ids)
     return tuple(sorted(zip(ids, logprobs[ids].tolist(), strict=True), key=lambda pair: (-pair[1], pair[0])))
 
@@ -151,20 +230,14 @@ def _log_softmax(scores: Tensor) -> Tensor:
 
 
 def _top_tokens(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """Return each row's `count` most likely tokens with log-probabilities, best first.
-
-    Among equals, the lower id comes first.
-    """
+    """Return each row's `count` most likely tokens with log-probabilities, best first, then the lower id."""
     values, token_ids = logprobs.topk(min(count, logprobs.shape[1]))
     pairs = (zip(ids, row, strict=True) for ids, row in zip(token_ids.tolist(), values.tolist(), strict=True))
     return [sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in pairs]
 
 
 def top_logits_request(rows: Rows[LogitRow], masks: RowMasks | None = None) -> TopLogitsRequest | None:
-    """Return the number of top logits that is sufficient for all of these rows; None if a row needs full logits.
-
-    `masks` are those of the rows.
-    """
+    """Return the top logits that suffice for all of these rows, whose masks are `masks`; None: all logits."""
     max_count, logsumexp = 0, False
     for row in rows:
         enough = _sufficient_count(row.sequence)
@@ -188,8 +261,7 @@ def _sufficient_count(sequence: Sequence) -> int | None:
 def sample_top_logits(top_logits: TopLogits, rows: Rows[LogitRow]) -> list[SampledTokens]:
     """Sample one token per row, with the same result as the sampler has for full rows.
 
-    If several tokens tie for the last of the `top_k` places, only the one with the lower id is kept. From full
-    rows, all of them are kept.
+    But of tokens that tie for the last of the `top_k` places, only the one with the lower id is kept.
     """
     values, ids = top_logits.values.tolist(), top_logits.ids.tolist()
     finite = [isfinite(row[0]) for row in values]
@@ -212,10 +284,7 @@ def sample_top_logits(top_logits: TopLogits, rows: Rows[LogitRow]) -> list[Sampl
 
 
 def _sample_random_places(top_logits: TopLogits, rows: Rows[LogitRow], indices: list[int]) -> list[int]:
-    """Return, for each row, the index of the sampled token among its top logits.
-
-    Sampling is in vocabulary order, as it is for full rows.
-    """
+    """Return the index of each row's sampled token among its top logits, sampled in vocabulary order."""
     order = top_logits.ids[indices].argsort(-1)
     scores = top_logits.values[indices]
     for index, row in enumerate(rows):
@@ -227,7 +296,6 @@ def _sample_random_places(top_logits: TopLogits, rows: Rows[LogitRow], indices: 
 
 
 def _sampled_tokens(ids: list[int], logprobs: list[float] | None, place: int, sequence: Sequence) -> SampledTokens:
-    """Return the token at `place` of a row's top logits, with log-probabilities if they were requested."""
     count = sequence.params.logprobs
     if count is None:
         return SampledTokens((ids[place],))
@@ -235,17 +303,9 @@ def _sampled_tokens(ids: list[int], logprobs: list[float] | None, place: int, se
     return SampledTokens((ids[place],), (logprobs[place],), tuple(zip(ids[:count], logprobs[:count], strict=True)))
 
 
-# Rows whose logits exist at once: with a vocabulary of 150,000 tokens 39 MB in FP32, twice for the time of a step. So
-# many rows read the output layer's weights often enough for their product to be bound by arithmetic.
-MAX_SCORED_ROWS = 64
-
-
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """The scores of some rows as tensors, which may be on a device: all [rows], `top_*` [rows, most likely tokens].
-
-    `best` is the largest logit, from which rows that are not finite are found.
-    """
+    """The scores of some rows as tensors: all [rows], `top_*` [rows, most likely tokens]; `best` is the largest logit."""
 
     logprobs: Tensor
     ranks: Tensor
@@ -256,8 +316,6 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class SpanScores:
-    """The rows of one `ScoredSpan`, in order."""
-
     scored: ScoredSpan
     rows: tuple[ScoredRows, ...]
 
@@ -270,12 +328,9 @@ class SpanScores:
 
 
 def score_prompts(batch: Batch, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> list[SpanScores]:
-    """Return the scores of each of `batch.scored`, on the device of `hidden`.
+    """Return the scores of each of `batch.scored`, on the device of `hidden` [tokens, size].
 
-    Args:
-        batch: The batch of the step.
-        hidden: Hidden states [tokens, size] of all tokens of the step.
-        logits: Returns the logits [rows, vocab] of some rows of hidden states.
+    `logits` returns the logits [rows, vocab] of some rows of hidden states.
     """
     first_rows: dict[int, int] = {}
     row = 0
@@ -295,10 +350,7 @@ def score_prompts(batch: Batch, hidden: Tensor, logits: Callable[[Tensor], Tenso
 
 
 def score_rows(logits: Tensor, target_ids: Tensor, num_top: int) -> ScoredRows:
-    """Return the scores of target_ids int64 [rows] under logits [rows, vocab].
-
-    A token's rank is 1 plus the number of tokens that are more likely. Among equals in the top, the lower id is first.
-    """
+    """Return the scores of target_ids int64 [rows] under logits [rows, vocab]; a rank is 1 plus more likely tokens."""
     scores = logits.to(torch.float32, copy=True)
     own = scores.gather(1, target_ids.unsqueeze(1))
     ranks = (scores > own).sum(-1) + 1

@@ -1,8 +1,7 @@
 """Sequences, and the batch of one step: the tokens to compute for each sequence and where their KV is stored.
 
-A `Sequence` is one choice of a request, or one beam: its tokens, the number that is computed, and the location of
-their KV. It is owned by the worker thread, and the scheduler decides when it runs. The module also makes the events for
-clients about a sequence: new tokens, the end and its reason, timings. It contains no tensors.
+A `Sequence` is one choice of a request, or one beam; the worker thread owns it. The module also makes the events for
+clients about a sequence. It contains no tensors.
 """
 
 from __future__ import annotations
@@ -65,25 +64,18 @@ class GrammarState(Protocol):
 
 
 class Grammar(Protocol):
-    """A compiled grammar. Any thread may use it."""
-
-    def start(self) -> GrammarState:
-        """Return the state before the first token of a sequence."""
+    def start(self) -> GrammarState: ...
 
 
 class Grammars(Protocol):
-    """The compiled grammars."""
-
-    def find(self, source: GrammarSource, /) -> Grammar | None:
-        """Return the grammar of a request that is open."""
+    def find(self, source: GrammarSource, /) -> Grammar | None: ...
 
 
 @dataclass(slots=True, eq=False)
 class PromptScoring:
-    """Progress of the scores of one request's prompt. All choices of the request share it.
+    """Progress of the scores of one request's prompt, which all its choices share.
 
-    The logits of position p give the score of token p + 1. `num_positions` of them are needed, and the first `num_done`
-    were scored.
+    The logits of position p give the score of token p + 1. `num_done` of `num_positions` were scored.
     """
 
     num_top: int
@@ -92,16 +84,15 @@ class PromptScoring:
 
     @property
     def is_done(self) -> bool:
-        """True if the whole prompt is scored."""
         return self.num_done >= self.num_positions
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixScope:
-    """What tells keys and values of the same tokens apart. Sequences share them within one scope only.
+    """What tells keys and values of the same tokens apart; sequences share them within one scope only.
 
-    Those of another adapter differ, even if it had the same name. Those of another salt are equal, but belong to another
-    tenant, who must not learn of them (vLLM's `cache_salt`).
+    Another adapter has other ones, even under the same name. Another salt belongs to another tenant, who must not learn
+    of them (vLLM's `cache_salt`).
     """
 
     adapter: LoadedAdapter | None = None
@@ -112,9 +103,8 @@ class PrefixScope:
 class Sequence:
     """One choice of a request, or one beam.
 
-    `token_ids` is the prompt followed by the completion. The first `num_computed` tokens have keys and
-    values. Those of position p are stored at offset p: in `prefix_slot` for p < `prefix_tokens`, else in `slot` (None
-    while waiting).
+    `token_ids` is the prompt followed by the completion, of which the first `num_computed` have keys and values:
+    position p at offset p, in `prefix_slot` for p < `prefix_tokens`, else in `slot` (None while waiting).
     """
 
     request_id: str
@@ -146,12 +136,10 @@ class Sequence:
 
     @property
     def prefix_scope(self) -> PrefixScope:
-        """The scope in which this sequence shares keys and values."""
         return PrefixScope(self.adapter, self.cache_salt)
 
     @property
     def num_completion_tokens(self) -> int:
-        """Number of completion tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -166,12 +154,10 @@ class Sequence:
 
     @property
     def is_beam(self) -> bool:
-        """True if the request is a beam search."""
         return self.params.beam_width > 1
 
     @property
     def restricts_tokens(self) -> bool:
-        """True if not every token may be sampled next."""
         return (
             self.grammar is not None
             or bool(self.bad_word_ids)
@@ -181,10 +167,7 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Number of leading tokens that may be read from the cache.
-
-        The last token is computed, because its logits are needed, and so is every position that is still to be scored.
-        """
+        """Leading tokens that may be read from the cache: not the last one, and no position still to be scored."""
         limit = len(self.token_ids) - 1
         return limit if self.scoring is None or self.scoring.is_done else min(limit, self.scoring.num_done)
 
@@ -194,17 +177,13 @@ class Sequence:
         return self.params.priority, self.arrival_order
 
     def append(self, token_id: int) -> None:
-        """Append a sampled token."""
         self.token_ids.append(token_id)
         if self.grammar is not None:
             self.grammar.advance(token_id)
 
     @property
     def num_candidates(self) -> int:
-        """Number of most likely tokens that the sampler returns; 1 if this is not a beam.
-
-        A beam needs `beam_width` continuations even if every stop id is among its candidates.
-        """
+        """Number of most likely tokens that the sampler returns: enough for a beam if every stop id is among them."""
         width = self.params.beam_width
         return max(2 * width, width + len(self.stop_ids)) if width > 1 else 1
 
@@ -212,10 +191,7 @@ class Sequence:
 def make_sequence(
     request: Generate, choice: int = 0, eos_token_ids: frozenset[int] = frozenset(), grammar: Grammar | None = None
 ) -> Sequence:
-    """Return the sequence of one choice of a request, with its seed and its stop ids resolved.
-
-    `grammar` is the compiled grammar of the request.
-    """
+    """Return the sequence of one choice of a request, with its seed and its stop ids resolved."""
     params = request.params
     return Sequence(
         request_id=request.request_id,
@@ -236,10 +212,7 @@ def make_sequence(
 
 
 def resolve_seed(seed: int | None, choice: int) -> int:
-    """Return the seed of a choice, in [0, 2^63).
-
-    It is the request's seed for choice 0, the seed mixed with the choice for others, and random if none was given.
-    """
+    """Return the seed of a choice, in [0, 2^63): the request's for choice 0, mixed for others, else random."""
     if seed is None:
         return secrets.randbits(63)
     return (seed + choice * _GOLDEN) & _SEED_MASK
@@ -253,12 +226,9 @@ def resolve_seed(seed: int | None, choice: int) -> int:
 class ScheduledSpan:
     """One sequence's part of a step: the positions `[start, start + num_tokens)` are computed now.
 
-    Keys and values of position p are stored at offset p: in `prefix_slot` for p < `prefix_tokens`, else in `slot`.
-    `samples` is True if the logits of the last token are sampled. A prefill chunk that does not reach the end of
-    the prompt samples nothing. `draft_ids` are draft tokens that follow the known tokens. They take the last
-    positions of the span, and each of their logits rows is sampled too. If the step was launched ahead, `start`
-    was `len(token_ids)` at that time: its one token is the one that the previous step samples, which is not known
-    on the host yet.
+    KV is located as in `Sequence`. A prefill chunk that does not reach the end of the prompt samples nothing.
+    `draft_ids` take the last positions of the span, and each of their logits rows is sampled too. If the step was
+    launched ahead, `start` was `len(token_ids)` at that time: its token is not known on the host yet.
     """
 
     sequence: Sequence
@@ -272,7 +242,6 @@ class ScheduledSpan:
 
     @property
     def end(self) -> int:
-        """Length of the context after this step including all draft tokens, in tokens."""
         return self.start + self.num_tokens
 
     @property
@@ -296,17 +265,15 @@ class ScheduledSpan:
         return self.sequence.slot is None
 
     def next_position(self) -> ScheduledSpan:
-        """Return the span of the next position of a decoding sequence. The token there need not be known yet."""
         assert self.samples and not self.draft_ids, "a span that samples no token, or several, has no next position yet"
         return ScheduledSpan(self.sequence, self.start + 1, 1, self.slot, self.prefix_slot, self.prefix_tokens, True)
 
     def with_drafts(self, draft_ids: tuple[int, ...]) -> ScheduledSpan:
-        """Return a copy of this span with draft tokens appended. The slot must already have capacity for them."""
+        """Return this span with draft tokens appended, for which the slot has capacity."""
         return replace(self, num_tokens=self.num_tokens + len(draft_ids), draft_ids=draft_ids)
 
 
 def next_span(sequence: Sequence, num_tokens: int) -> ScheduledSpan:
-    """Return the span of the next `num_tokens` uncomputed tokens of a running sequence."""
     assert sequence.slot is not None, "only a running sequence is computed"
     return ScheduledSpan(
         sequence=sequence,
@@ -329,18 +296,15 @@ class ScoredSpan:
 
     @property
     def target_ids(self) -> list[int]:
-        """The tokens that are scored, one for each position."""
         return self.span.sequence.token_ids[self.start + 1 : self.end + 1]
 
     @property
     def num_top(self) -> int:
-        """Number of most likely tokens at each position that the request wants."""
         assert self.span.sequence.scoring is not None, "the request wants scores"
         return self.span.sequence.scoring.num_top
 
 
 def scored_spans(spans: Iterable[ScheduledSpan]) -> tuple[ScoredSpan, ...]:
-    """Return the parts of prefill spans that score their prompts."""
     found: list[ScoredSpan] = []
     for span in spans:
         scoring = span.sequence.scoring
@@ -354,10 +318,7 @@ def scored_spans(spans: Iterable[ScheduledSpan]) -> tuple[ScoredSpan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KvCopy:
-    """Copy job for the keys and values of positions `[start, end)` from one slot to another.
-
-    It is done before the step runs. Forks use it to get a private copy of their tail.
-    """
+    """Copy job for the keys and values of positions `[start, end)` between slots, before the step runs."""
 
     source: int
     target: int
@@ -369,10 +330,9 @@ class KvCopy:
 class Batch:
     """The work of one step, which `schedule()` returns and the runner computes: decodes first, then prefill chunks.
 
-    The order of operations is binding. The `copies` are done one after the other. Then the `released` pages are
-    given back, since a copy may read from one of them. Then the spans are computed. `ahead` is True if the step
-    was launched while the previous step was in flight. Then all spans are decodes, and the previous step has a row
-    for each of these sequences. `scored` are the parts of prefill spans that also score their prompts.
+    The order is binding: `copies` one after the other, then `released` pages are given back, since a copy may read from
+    one, then the spans. `ahead`: launched while the previous step, which has a row for each sequence, was in flight;
+    then all spans are decodes. `scored` are the parts of spans that score their prompts.
     """
 
     spans: tuple[ScheduledSpan, ...]
@@ -385,14 +345,10 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the step computes, draft tokens included."""
         return len(self.spans) if self.ahead else sum(span.num_tokens for span in self.spans)
 
     def active(self) -> Batch:
-        """Return this batch without the rows of finished sequences.
-
-        Only a step that was launched ahead can have such rows.
-        """
+        """Return this batch without the rows of finished sequences, which only a step ahead can have."""
         if not self.ahead:
             return self
         active = tuple([span for span in self.spans if span.sequence.slot is not None])
@@ -401,10 +357,7 @@ class Batch:
 
 @dataclass(slots=True)
 class LogitRow:
-    """A row of logits, and the sequence whose token it gives.
-
-    The sampled token will be at `position` of the sequence if all draft tokens before it are accepted.
-    """
+    """A row of logits, whose token will be at `position` if all draft tokens before it are accepted."""
 
     sequence: Sequence
     position: int
@@ -417,11 +370,7 @@ def logit_rows_of(spans: Iterable[ScheduledSpan]) -> list[LogitRow]:
 
 @dataclass(slots=True)
 class SampledTokens:
-    """The result of sampling one row of logits.
-
-    `token_ids` has one id, or for a beam parent the ids of its best candidates, best first. It is only `NOT_FINITE` if no
-    token can be sampled.
-    """
+    """The result of one row: an id, a beam parent's best candidates, best first, or `NOT_FINITE`."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()  # one per token id, if the sequence requests log-probabilities or is a beam
@@ -429,7 +378,6 @@ class SampledTokens:
 
     @property
     def is_finite(self) -> bool:
-        """False if the logits of the row were not finite."""
         return self.token_ids[0] != NOT_FINITE
 
 
@@ -437,27 +385,20 @@ NOT_SAMPLED = SampledTokens((NOT_FINITE,))  # the result of a row whose logits a
 
 
 class InFlightStep(Protocol):
-    """A step that was launched and not yet waited for."""
-
     @property
-    def batch(self) -> Batch:
-        """The batch that was launched."""
-        ...
+    def batch(self) -> Batch: ...
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A step that is already complete when `launch` returns, because the CPU computes it at once."""
+    """A step that the CPU has computed when `launch` returns."""
 
     batch: Batch
     samples: Items[SampledTokens]
 
 
 def active_samples(batch: Batch, active: Batch, samples: Items[SampledTokens]) -> Items[SampledTokens]:
-    """Return the samples of the rows whose sequences are still active.
-
-    `active` is the active part of `batch`, as `Batch.active` returns it.
-    """
+    """Return the samples of the rows whose sequences are still `active` (`Batch.active`)."""
     if active is batch:
         return samples
     return [one for span, one in zip(batch.spans, samples, strict=True) if not span.is_finished]
@@ -466,8 +407,7 @@ def active_samples(batch: Batch, active: Batch, samples: Items[SampledTokens]) -
 def accepted_prefix(span: ScheduledSpan, samples: Items[SampledTokens]) -> Items[SampledTokens]:
     """Return the accepted samples of a span: up to the first one that differs from its draft or is a stop token.
 
-    Each row is sampled with the random number that belongs to its position. Without drafts, the same token would
-    have been sampled one step later.
+    Each row is sampled with its position's random number, as it would have been without drafts.
     """
     for place, draft_id in enumerate(span.draft_ids):
         if samples[place].token_ids[0] != draft_id or draft_id in span.sequence.stop_ids:
@@ -489,10 +429,7 @@ def accepted_by_span(batch: Batch, samples: Items[SampledTokens]) -> list[tuple[
 
 
 def token_events(sequence: Sequence, samples: Items[SampledTokens], now: float) -> list[Event]:
-    """Return the events for the tokens that were just appended, and for the end if the last token ends the sequence.
-
-    A stop token counts as a completion token but is not part of the text.
-    """
+    """Return the events for the tokens just appended, and for the end. A stop token counts, but is no text."""
     count, last_id = len(sequence.token_ids), sequence.token_ids[-1]
     stops = last_id in sequence.stop_ids
     text = samples[:-1] if stops else samples
@@ -521,7 +458,6 @@ def token_events(sequence: Sequence, samples: Items[SampledTokens], now: float) 
 def sequence_finished(
     sequence: Sequence, reason: FinishReason, now: float, stop_token_id: int | None = None
 ) -> SequenceFinished:
-    """Return the event for the end of a sequence."""
     return SequenceFinished(
         request_id=sequence.request_id,
         choice=sequence.choice,
@@ -533,17 +469,14 @@ def sequence_finished(
 
 
 def choices_finished(sequence: Sequence, reason: FinishReason, now: float) -> list[Event]:
-    """Return the events for the end of a sequence that ends all choices that come from it: of a beam search, several."""
+    """Return the events for the end of all choices of a sequence: of a beam search, several."""
     finished = sequence_finished(sequence, reason, now)
     count = sequence.params.n if sequence.is_beam else 1
     return [replace(finished, choice=sequence.choice + place) for place in range(count)]
 
 
 def sequence_timings(sequence: Sequence, now: float) -> Timings:
-    """Return the timings of a sequence; a phase that has not begun has zero seconds.
-
-    Queue time ends when the sequence is first scheduled, prefill at its first token. The rest is decode time.
-    """
+    """Return the timings of a sequence: queue until first scheduled, prefill until its first token, decode."""
     scheduled = now if sequence.scheduled_at is None else sequence.scheduled_at
     first_token = now if sequence.first_token_at is None else sequence.first_token_at
     return Timings(scheduled - sequence.arrived_at, first_token - scheduled, now - first_token, sequence.cached_tokens)

@@ -1,7 +1,7 @@
 """Beam search over one request: select the continuations to keep and the best hypothesis.
 
-The scheduler assigns slots and steps. A score is the log-probability of a completion, including the stop token, over
-its number of tokens to the power of `length_penalty`: with 1, the mean log-probability.
+A score is the log-probability of a completion, including the stop token, over its number of tokens to the power of
+`length_penalty`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from app.messages import FinishReason, SequenceFinished, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """One more token for a beam.
-
-    `logprob` is the cumulative log-probability with this token. `token` has the sampler's result for it.
-    """
+    """One more token for a beam; `logprob` is cumulative and includes it."""
 
     parent: Sequence
     logprob: float
@@ -27,18 +24,15 @@ class Continuation:
 
     @property
     def num_tokens(self) -> int:
-        """Number of completion tokens, this one included."""
         return self.parent.num_completion_tokens + 1
 
     @property
     def score(self) -> float:
-        """Score of the completion with this token."""
         length: float = self.num_tokens**self.parent.params.length_penalty
         return self.logprob / length
 
     @property
     def token_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of each token of the completion; empty if they were not requested."""
         return (*self.parent.beam_token_logprobs, self.token) if self.parent.params.logprobs is not None else ()
 
     def child(self) -> Sequence:
@@ -70,10 +64,7 @@ class Hypothesis:
 
 
 class BeamGroup:
-    """The beams of one request, all decoded in the same steps.
-
-    The group begins with one beam, the root. The root represents the request until the search ends.
-    """
+    """The beams of one request, all decoded in the same steps. The first, the root, represents the request."""
 
     def __init__(self, root: Sequence) -> None:
         self.root = root
@@ -82,10 +73,7 @@ class BeamGroup:
         self.finished: list[Hypothesis] = []  # best first, at most `width` entries
 
     def select(self, sampled: Iterable[tuple[Sequence, SampledTokens]]) -> list[Continuation]:
-        """Return the best `width` continuations; an empty list means that the search is over.
-
-        Continuations that end and rank above them become hypotheses.
-        """
+        """Return the best `width` continuations, none if the search is over; ending ones above become hypotheses."""
         chosen: list[Continuation] = []
         num_taken = 0
         for one in sorted(_candidate_continuations(sampled), key=lambda one: -one.logprob):
@@ -102,20 +90,14 @@ class BeamGroup:
         return [] if self._is_over(chosen) else chosen
 
     def best(self) -> list[Hypothesis]:
-        """Return the hypotheses that a search that is over returns as its choices, best first.
-
-        If it found fewer, which only a vocabulary of few tokens can cause, the last one is repeated.
-        """
+        """Return the best hypotheses of a search that is over, the last repeated if there are too few."""
         assert self.finished, "a search that is over has at least one hypothesis"
         num_choices = self.root.params.n
         missing = num_choices - len(self.finished)
         return [*self.finished, *[self.finished[-1]] * missing][:num_choices]
 
     def restart(self) -> Sequence:
-        """Reset the search to the prompt after its memory was taken away, and return the root.
-
-        Nothing is lost: the search is deterministic, and no token of it has been sent.
-        """
+        """Reset the search to the prompt after its memory was taken away; it is deterministic and sent nothing."""
         root = self.root
         del root.token_ids[root.num_prompt_tokens :]
         root.beam_logprob, root.beam_token_logprobs = 0.0, ()
@@ -133,11 +115,7 @@ class BeamGroup:
         self.finished = sorted([*self.finished, found], key=lambda one: -one.score)[: self.width]
 
     def _is_over(self, chosen: list[Continuation]) -> bool:
-        """Return True if the search is over.
-
-        It is over if no beam continues, or if `width` hypotheses score at least as well as the best active beam
-        does now.
-        """
+        """Return True if no beam continues, or `width` hypotheses score at least as well as the best beam now."""
         if len(self.finished) < self.width:
             return not chosen
         return max((one.score for one in chosen), default=-inf) <= self.finished[-1].score
@@ -153,7 +131,6 @@ def _candidate_continuations(sampled: Iterable[tuple[Sequence, SampledTokens]]) 
 
 
 def beam_search_finished(sequence: Sequence, choice: int, best: Hypothesis, now: float) -> SequenceFinished:
-    """Return the event for the end of a choice of a beam search, with its completion."""
     return SequenceFinished(
         request_id=sequence.request_id,
         choice=choice,

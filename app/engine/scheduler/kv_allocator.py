@@ -1,9 +1,8 @@
 """KV allocation as counts: slots, shared prefixes, and eviction of cached slots when capacity is needed.
 
 A slot is free, running (a sequence owns it) or cached (it holds the KV of a finished sequence; the least recently used
-slot is evicted first). `placements` finds the longest cached prefix of a prompt and only reads slots; `KvSlots`
-decides which placement fits and makes it. `KvAllocator` gives each sequence a slot and takes it back. No tensors are
-used.
+slot is evicted first). `placements` finds the longest cached prefix of a prompt, `KvSlots` decides which placement
+fits, and `KvAllocator` gives each sequence a slot and takes it back.
 """
 
 from __future__ import annotations
@@ -23,15 +22,21 @@ MIN_SHARED_TOKENS = 16
 PositionRange = tuple[int, int]
 _EMPTY_RANGE: PositionRange = (0, 0)
 _PLAIN = PrefixScope()
+# tokens compared at once by list equality, which runs in C; only a block that differs is compared token by token
+_COMPARED_TOKENS = 128
+_MIN_REUSE_RATIO = (
+    4  # a cached slot is reused in place if at most a quarter of the reused length would be lost with its end
+)
+# Time that a step may spend on reading prefixes: while other sequences decode, and while none does.
+READ_SECONDS_BESIDE_DECODES, READ_SECONDS_ALONE = 0.03, 1.0
 
 
 @dataclass(slots=True, eq=False)
 class KvSlot:
     """One long region of KV memory.
 
-    Positions `[0, num_tokens)` of `token_ids` are computed, in `scope`; those below `prefix_tokens` are stored in
-    `prefix_slot`. Invariant: a slot whose prefix is shared does not share a prefix itself, so a context has at
-    most two segments.
+    Positions `[0, num_tokens)` of `token_ids` are computed, in `scope`; below `prefix_tokens` they are stored in
+    `prefix_slot`. Invariant: a slot whose prefix is shared does not share a prefix itself.
     """
 
     index: int
@@ -42,19 +47,18 @@ class KvSlot:
     prefix_tokens: int = 0
     reserved: int = 0  # the positions [prefix_tokens, reserved) count against the budget
     sharers: set[int] = field(default_factory=set)
-    resident: PositionRange = (
-        _EMPTY_RANGE  # positions whose pages may use memory: those accounted for, and those not given back yet
-    )
+    # Positions whose pages may use memory: those accounted for, and those not given back yet
+    resident: PositionRange = _EMPTY_RANGE
     used_at: int = 0
     scope: PrefixScope = _PLAIN
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A possible location of a sequence.
+    """A possible location of a sequence, whose first `cached` tokens need not be computed.
 
-    It is either the cached slot `reused_slot`, or a new slot that shares the prefix in `prefix_slot` and gets
-    `copies` (source, start, end). The first `cached` of its tokens need not be computed.
+    Either the cached slot `reused_slot`, or a new slot that shares the prefix in `prefix_slot` and gets `copies`
+    (source, start, end).
     """
 
     cached: int = 0
@@ -65,11 +69,7 @@ class Placement:
 
 
 class KvSlots:
-    """All slots and their common token budget.
-
-    `num_slots` should be twice the number of running sequences: each sequence owns one slot and shares the prefix
-    of at most one other slot.
-    """
+    """All slots and their common token budget; `num_slots` should be twice the number of running sequences."""
 
     def __init__(self, num_slots: int, capacity_tokens: int, tokens_per_page: int = 1) -> None:
         self.slots = [KvSlot(index) for index in range(num_slots)]
@@ -80,10 +80,7 @@ class KvSlots:
         self._ticks = 0
 
     def allocate(self, placement: Placement, token_ids: list[int], scope: PrefixScope = _PLAIN) -> int | None:
-        """Return the slot that now runs these tokens in a scope, with capacity for all of them.
-
-        Returns None, with nothing changed, if there is no capacity.
-        """
+        """Return the slot that now runs these tokens, with capacity for all; None, with nothing changed, without it."""
         if not self.fits(placement, len(token_ids)):
             return None
         slot = self._take_slot(placement) if placement.reused_slot is None else self.slots[placement.reused_slot]
@@ -97,10 +94,7 @@ class KvSlots:
         return slot.index
 
     def reserve(self, index: int, end: int) -> bool:
-        """Account for positions up to `end`, and evict cached slots if needed.
-
-        Returns False if the running slots leave too little capacity.
-        """
+        """Account for positions up to `end`, evicting cached slots if needed; False if running slots leave too little."""
         slot = self.slots[index]
         page = self.tokens_per_page
         if slot.prefix_tokens < slot.reserved <= end and (slot.reserved - 1) // page == (end - 1) // page:
@@ -119,14 +113,10 @@ class KvSlots:
         self._set(slot, slot.prefix_slot, slot.prefix_tokens, min(slot.reserved, end))
 
     def set_computed(self, index: int, num_tokens: int) -> None:
-        """Record that keys and values up to `num_tokens` have been written."""
         self.slots[index].num_tokens = num_tokens
 
     def release(self, index: int, keep: int) -> None:
-        """Turn the slot of a sequence that has left into a cached slot.
-
-        Its first `keep` computed tokens stay cached, and so does any prefix that other slots share.
-        """
+        """Turn the slot of a sequence that has left into a cached one of `keep` tokens, and of shared prefixes."""
         slot = self.slots[index]
         slot.running = False
         slot.token_ids = slot.token_ids[: slot.num_tokens]
@@ -134,10 +124,7 @@ class KvSlots:
         self._shrink(slot, max(min(keep, slot.num_tokens), self._pinned(slot)))
 
     def take_released(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the pages that are no longer accounted for, as (slot, first position, end position).
-
-        Each is returned once.
-        """
+        """Return the pages no longer accounted for, once each, as (slot, first position, end position)."""
         released = []
         for index in sorted(self._shrunk):
             slot = self.slots[index]
@@ -153,11 +140,7 @@ class KvSlots:
         return tuple(released)
 
     def in_use_tokens(self, placement: Placement | None = None) -> int:
-        """Return the number of tokens that cannot be evicted: running slots and the prefixes that they share.
-
-        If a placement is given, the prefix that it would share counts too, but not the tokens that it would need
-        itself.
-        """
+        """Return the tokens that cannot be evicted: running slots and the prefixes that they, or `placement`, share."""
         total, page = 0, self.tokens_per_page
         for slot in self.slots:
             # `_size` is inlined: one call per slot would cost more than everything else that is computed after a
@@ -176,10 +159,7 @@ class KvSlots:
         return total
 
     def fits(self, placement: Placement, num_tokens: int) -> bool:
-        """Return True if this number of tokens could be placed so.
-
-        All KV that no running sequence uses can be evicted.
-        """
+        """Return True if this number of tokens could be placed so, with all KV that nobody runs evicted."""
         if placement.reused_slot is None and not any(self._available(placement)):
             return False
         needed = self._pages(placement.prefix_tokens, num_tokens)
@@ -190,7 +170,6 @@ class KvSlots:
         return (slot for slot in self.slots if not slot.running and not slot.sharers and slot.index not in sources)
 
     def _take_slot(self, placement: Placement) -> KvSlot:
-        """Return a free slot, else the least recently used cached one, emptied."""
         slot = min(self._available(placement), key=lambda slot: (slot.num_tokens > 0, slot.used_at))
         self._shrink(slot, 0)
         return slot
@@ -206,7 +185,7 @@ class KvSlots:
         return True
 
     def _shrink(self, slot: KvSlot, end: int) -> None:
-        """Cut a slot that is not running to `end`. If the rest is too short to be useful, free the whole slot."""
+        """Cut a slot that is not running to `end`, or free it if the rest is too short to be useful."""
         if end <= slot.prefix_tokens or (end < MIN_SHARED_TOKENS and not slot.sharers):
             end = 0
         del slot.token_ids[end:]
@@ -237,7 +216,6 @@ class KvSlots:
         slot.used_at = self._ticks
 
     def _pinned(self, slot: KvSlot) -> int:
-        """Return the number of leading positions of this slot that other slots share."""
         return max((self.slots[sharer].prefix_tokens for sharer in slot.sharers), default=0)
 
     def _trimmable(self, slot: KvSlot) -> int:
@@ -247,7 +225,6 @@ class KvSlots:
         return self._pages(slot.prefix_tokens, slot.reserved)
 
     def _pages(self, start: int, end: int) -> int:
-        """Return the number of tokens of the whole pages that contain positions `[start, end)`."""
         low, high = self._aligned(start, end)
         return high - low
 
@@ -265,13 +242,6 @@ def _hull(first: PositionRange, second: PositionRange) -> PositionRange:
     return (min(first[0], second[0]), max(first[1], second[1]))
 
 
-# tokens compared at once by list equality, which runs in C; only a block that differs is compared token by token
-_COMPARED_TOKENS = 128
-_MIN_REUSE_RATIO = (
-    4  # a cached slot is reused in place if at most a quarter of the reused length would be lost with its end
-)
-
-
 def placements(
     slots: Items[KvSlot],
     token_ids: list[int],
@@ -282,13 +252,8 @@ def placements(
 ) -> Iterator[Placement]:
     """Yield the possible placements of a sequence, best first. The last one always computes all tokens.
 
-    Args:
-        slots: All slots.
-        token_ids: Tokens of the sequence.
-        alone: The placement may not share another slot's prefix.
-        minimum: Shortest prefix that is reused, in tokens.
-        maximum: Longest prefix that is reused; by default all tokens but the last, because its logits are needed.
-        scope: Scope of the sequence; slots of another scope are not read.
+    `alone`: the placement may not share another slot's prefix. A reused prefix has `minimum` to `maximum` tokens; by
+    default all but the last, whose logits are needed. Slots of another scope are not read.
     """
     best = _longest_match(slots, token_ids, len(token_ids) - 1 if maximum is None else maximum, scope)
     if best is not None and best[1] >= minimum:
@@ -303,10 +268,7 @@ def placements(
 
 
 def shared_placement(source: KvSlot, length: int) -> Placement:
-    """Return a placement in a new slot that shares the first `length` tokens of `source`.
-
-    If `source` itself shares a prefix, the new slot shares the same one and gets a copy of the tail of `source`.
-    """
+    """Return a placement in a new slot that shares `length` tokens of `source`, or its prefix and a copied tail."""
     if source.prefix_slot is None:
         return Placement(length, prefix_slot=source.index, prefix_tokens=length)
     shared = min(length, source.prefix_tokens)
@@ -315,7 +277,6 @@ def shared_placement(source: KvSlot, length: int) -> Placement:
 
 
 def copied_placement(source: KvSlot, length: int) -> Placement:
-    """Return a placement in a new slot with a private copy of the first `length` tokens."""
     shared = min(length, source.prefix_tokens)
     parts = ((source.prefix_slot, 0, shared), (source.index, shared, length))
     return Placement(
@@ -324,7 +285,6 @@ def copied_placement(source: KvSlot, length: int) -> Placement:
 
 
 def _reused_placement(source: KvSlot, length: int) -> Placement:
-    """Return a placement that reuses the cached slot itself, truncated to the common prefix."""
     shared = min(length, source.prefix_tokens)
     return Placement(length, reused_slot=source.index, prefix_slot=source.prefix_slot, prefix_tokens=shared)
 
@@ -334,8 +294,8 @@ def _longest_match(
 ) -> tuple[KvSlot, int] | None:
     """Return the slot with the longest common prefix, and its length, which is at most `limit`.
 
-    Among equals, a slot that can be reused in place comes first, then one that can be shared, then the one with
-    the shortest tail to copy.
+    Among equals, a slot that can be reused in place comes first, then one that can be shared, then the shortest tail to
+    copy.
     """
     found: dict[int, int] = {}
     for slot in slots:
@@ -363,10 +323,7 @@ def _longest_match(
 
 
 def shared_prefix_length(first: list[int], second: list[int], start: int, end: int) -> int:
-    """Return the length of the common prefix of two lists.
-
-    Items below `start` are known to be equal, and only those below `end` count.
-    """
+    """Return the length of the common prefix; items below `start` are equal, items from `end` do not count."""
     while start < end:
         stop = min(start + _COMPARED_TOKENS, end)
         if first[start:stop] != second[start:stop]:
@@ -376,21 +333,14 @@ def shared_prefix_length(first: list[int], second: list[int], start: int, end: i
 
 
 class KvAllocator:
-    """Allocates slots to sequences.
-
-    Copies are collected until the next batch takes them. They are done in order, before anything else of that
-    batch.
-    """
+    """Allocates slots to sequences. Copies are collected for the next batch, which does them first, in order."""
 
     def __init__(self, pool: KvSlots) -> None:
         self.pool = pool
         self._copies: list[KvCopy] = []
 
     def admit(self, sequence: Sequence) -> bool:
-        """Place a waiting sequence with capacity for all its tokens, and reuse cached KV.
-
-        False if it must wait.
-        """
+        """Place a waiting sequence with capacity for all its tokens, and reuse cached KV. False if it must wait."""
         return any(self._allocate(sequence, placement) for placement in self._placements(sequence))
 
     def can_admit(self, sequence: Sequence) -> bool:
@@ -398,31 +348,21 @@ class KvAllocator:
         return any(self.pool.fits(placement, len(sequence.token_ids)) for placement in self._placements(sequence))
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Place a child that continues from the tokens that its parent has computed.
-
-        False if there is no capacity.
-        """
+        """Place a child that continues its parent's computed tokens. False if there is no capacity."""
         assert parent.slot is not None, "only a running sequence has children"
         return self._allocate(child, shared_placement(self.pool.slots[parent.slot], parent.num_computed))
 
     def grow(self, sequence: Sequence, num_more: int = 0) -> bool:
-        """Reserve capacity for all tokens of a running sequence and `num_more` draft or future tokens.
-
-        Returns False if this would require a preemption.
-        """
+        """Reserve capacity for all tokens and `num_more` more; False if this would require a preemption."""
         assert sequence.slot is not None, "a running sequence has a slot"
         return self.pool.reserve(sequence.slot, len(sequence.token_ids) + num_more)
 
     def trim(self, sequence: Sequence) -> None:
-        """Release the capacity that was reserved for rejected draft tokens.
-
-        No sequence is ever preempted because of draft tokens.
-        """
+        """Release the capacity that was reserved for rejected draft tokens."""
         assert sequence.slot is not None, "a running sequence has a slot"
         self.pool.trim(sequence.slot, len(sequence.token_ids))
 
     def set_computed(self, sequence: Sequence, end: int) -> None:
-        """Record that a running sequence is computed up to `end`."""
         assert sequence.slot is not None, "a computed sequence has a slot"
         sequence.num_computed = end
         self.pool.set_computed(sequence.slot, end)
@@ -435,7 +375,6 @@ class KvAllocator:
         sequence.slot, sequence.prefix_slot, sequence.prefix_tokens, sequence.num_computed = None, None, 0, 0
 
     def take_copies(self) -> tuple[KvCopy, ...]:
-        """Return the copies for the next batch, and clear them."""
         copies, self._copies = tuple(self._copies), []
         return copies
 
@@ -463,25 +402,18 @@ class KvAllocator:
         return True
 
 
-# Time that a step may spend on reading prefixes: while other sequences decode, and while none does.
-READ_SECONDS_BESIDE_DECODES, READ_SECONDS_ALONE = 0.03, 1.0
-
-
 class PrefixStore(Protocol):
     """Keys and values of prefixes that were computed earlier, also by other processes. It is used between steps."""
 
     def move(self, copies: Items[KvCopy], released: Items[tuple[int, int, int]]) -> None:
         """Do these copies and releases of `Batch` now, before anything is read into the slots."""
-        ...
 
     def read(self, sequence: Sequence, max_seconds: float) -> tuple[int, bool]:
         """Read keys and values that follow the computed tokens of a running sequence into its slot.
 
-        Returns the number of tokens that are computed now, and True if more could be read, but the time is over. At
-        least one block is read if there is one.
+        Returns the tokens computed now, and True if time ended before all was read. At least one block is read if there
+        is one.
         """
-        ...
 
     def save(self, slots: Iterable[KvSlot], is_wanted: Callable[[], bool]) -> None:
         """Keep the prefixes of the cached slots, until `is_wanted` returns True."""
-        ...

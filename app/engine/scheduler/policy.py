@@ -1,13 +1,7 @@
-"""Rules of a step on counts, with neither sequences nor tensors.
+"""Rules of a step on counts, without sequences and tensors.
 
-The engines apply them to their requests, and the predicted wait applies them to the counts of a snapshot, so that
-both always follow the same policy.
-
-Budgets of a step.
-
-`PrefillBudget` is the number of prefill tokens that a step may carry without slowing down the decoding streams too
-much. `TokenBudget` is the number of all tokens of a step. A step that runs out of device memory halves it, and it
-then grows back slowly.
+The engines apply them to their requests, and the predicted wait to the counts of a snapshot. `PrefillBudget` is the
+prefill tokens that a step may carry without slowing the streams too much; `TokenBudget` is all tokens of a step.
 """
 
 from __future__ import annotations
@@ -17,25 +11,21 @@ from typing import TypeVar
 
 from app.engine.scheduler.batch import Batch
 from app.hardware.step_times import StepTimes
-from app.metrics.stats import StepStats
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepStats, StepTimeModel
 
 T = TypeVar("T")
+# Every n-th step in a run of mixed steps carries no prefill, so that the decode time stays measured. Without a
+# table this happens often, because the price of a token is all that is known (it costs 6%). With a table it is so
+# rare that a prompt of a few thousand tokens sees at most one such step.
+PROBE_EVERY_STEPS, PROBE_EVERY_STEPS_WITH_TABLE = 16, 48
+# The budget grows by 1/64 at each step that was computed, so it doubles after about 45 steps. A size that failed
+# once may fit later (for example once a prompt that needed much memory is done), but each failed try costs a step.
+# Slow growth makes retries rare enough to be cheap.
+_GROWTH_DIVISOR = 64
 
 
 def share_in_order(requests: Iterable[T], tokens: int, needed: Callable[[T], int]) -> Iterator[tuple[T, int]]:
-    """Share the tokens of a step among requests: the oldest gets all that it needs, then the next one.
-
-    `requests` may be lazy: the next request is only taken from it while tokens are left.
-
-    Args:
-        requests: The requests, oldest first.
-        tokens: The tokens to share.
-        needed: Returns the number of tokens that a request can use, at least 1.
-
-    Returns:
-        The requests that get tokens, each with their number.
-    """
+    """Share the tokens of a step among requests, which may be lazy: the oldest gets all it needs, then the next."""
     pending = iter(requests)
     while tokens > 0 and (request := next(pending, None)) is not None:
         given = min(needed(request), tokens)
@@ -53,18 +43,10 @@ def share_prompts(
 ) -> Iterator[tuple[T, int]]:
     """Share the prefill tokens of a step among prompts: the oldest first, but a long one takes at most half of it all.
 
-    The other half of a step that the oldest prompt could fill alone is for smaller ones, as far as they need it. So a
-    short prompt never waits for the end of a long one, and the oldest prompt is computed at half speed at least.
-
-    Args:
-        prompts: The prompts, oldest first; may be lazy.
-        tokens: The tokens to share.
-        needed: Returns the number of tokens that a prompt needs, at least 1.
-        smaller: Returns those of the later prompts that go before the rest of a long one, the first to compute first;
-            may be lazy.
-
-    Returns:
-        The prompts that get tokens, each with their number.
+    The other half of a step that the oldest prompt could fill alone is for smaller ones. So a short prompt never waits
+    for the end of a long one, and the oldest is computed at half speed at least. `prompts` may be lazy; `needed`
+    returns a prompt's tokens, at least 1; `smaller` returns the later prompts that go before the rest of a long one, in
+    order.
     """
     pending = iter(prompts)
     while tokens > 0 and (oldest := next(pending, None)) is not None:
@@ -78,10 +60,7 @@ def share_prompts(
 
 
 def before_long_ones(others: Iterable[T], long: int, step: int, needed: Callable[[T], int]) -> list[T]:
-    """Return the prompts that go before the rest of a long one, which needs `long` tokens: smaller ones by doubling.
-
-    The smallest are first, in the given order among those of one size class.
-    """
+    """Return the prompts that go before the rest of a prompt of `long` tokens: smaller size classes first."""
     limit = size_class(long, step)
     sizes = [(size_class(needed(one), step), one) for one in others]
     return [one for size, one in sorted(sizes, key=lambda pair: pair[0]) if size < limit]
@@ -90,29 +69,16 @@ def before_long_ones(others: Iterable[T], long: int, step: int, needed: Callable
 def admit_oldest(free_places: int, oldest_width: Callable[[], int], admit: Callable[[], T | None]) -> Iterator[T]:
     """Admit waiting requests in order of arrival while places are free, each when it is taken from the iterator.
 
-    If the oldest does not fit, no younger one overtakes it.
-
-    Args:
-        free_places: The number of free places.
-        oldest_width: Returns the number of places that the oldest waiting request needs; 0 if none waits.
-        admit: Admits the oldest waiting request and returns it; None if it does not fit into memory.
+    If the oldest does not fit, no younger one overtakes it. `oldest_width` returns the places that the oldest needs, 0
+    if none waits; `admit` admits it, or returns None if it does not fit into memory.
     """
     while 0 < (width := oldest_width()) <= free_places and (request := admit()) is not None:
         free_places -= width
         yield request
 
 
-# Every n-th step in a run of mixed steps carries no prefill, so that the decode time stays measured. Without a
-# table this happens often, because the price of a token is all that is known (it costs 6%). With a table it is so
-# rare that a prompt of a few thousand tokens sees at most one such step.
-PROBE_EVERY_STEPS, PROBE_EVERY_STEPS_WITH_TABLE = 16, 48
-
-
 class PrefillBudget:
-    """The prefill budget of each step, computed from the step time model.
-
-    An explicit inter-token latency target replaces the ratio to the time of decode steps.
-    """
+    """The prefill tokens of each step; an inter-token latency target replaces the ratio to decode steps."""
 
     def __init__(
         self, max_batch_tokens: int, itl_target_seconds: float | None = None, model: StepTimeModel | None = None
@@ -124,11 +90,9 @@ class PrefillBudget:
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Current step times; None if there is no table and too few steps have been seen."""
         return self.model.step_times(self._max_tokens, self._target_seconds)
 
     def observe(self, step: StepStats) -> None:
-        """Record the work and the time of a step."""
         self.model.observe(step)
         self._mixed_in_a_row = self._mixed_in_a_row + 1 if step.decode_tokens and step.prefill_tokens else 0
 
@@ -137,11 +101,8 @@ class PrefillBudget:
     ) -> int:
         """Return the number of prefill tokens for the next step; 0 if the decodes alone are to be measured.
 
-        Args:
-            num_decodes: Decode rows of the step.
-            context_tokens: Context of these rows, all together.
-            prompt_context_tokens: Tokens of the first prompt that are already computed.
-            num_prompts: Prompts that wait or are being computed.
+        `context_tokens` is the context of all decodes together, `prompt_context_tokens` the first prompt's computed
+        tokens; `num_prompts` wait or are being computed.
         """
         if num_decodes == 0:
             return self._max_tokens
@@ -150,29 +111,14 @@ class PrefillBudget:
         return step_times.prefill_tokens(num_decodes, context_tokens, prompt_context_tokens, num_prompts)
 
 
-# The budget grows by 1/64 at each step that was computed, so it doubles after about 45 steps. A size that failed
-# once may fit later (for example once a prompt that needed much memory is done), but each failed try costs a step.
-# Slow growth makes retries rare enough to be cheap.
-_GROWTH_DIVISOR = 64
-
-
 class TokenBudget:
-    """The number of tokens that the next step may compute, decodes and prefill together.
-
-    `tokens` is the current budget. Decodes take their share first, so a smaller budget cuts prefill before
-    decodes.
-    """
+    """The tokens that the next step may compute; decodes take their share before prefill."""
 
     def __init__(self, max_tokens: int) -> None:
         self.tokens = self._max_tokens = max_tokens
 
     def shrink(self, batch: Batch) -> bool:
-        """Halve the budget after this step ran out of memory.
-
-        Returns False if no smaller step can be made of the batch: it has one token, or only the beams of one
-        search. Each call that returns True makes `tokens` smaller, so a caller that retries until False
-        terminates.
-        """
+        """Halve the budget after this step ran out of memory; False if no smaller step can be made of the batch."""
         first = batch.spans[0].sequence
         beams_alone = first.is_beam and all(
             span.is_decode and span.sequence.request_id == first.request_id for span in batch.spans

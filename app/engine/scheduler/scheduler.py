@@ -1,16 +1,15 @@
 """Scheduler: decides how many tokens of each sequence the next step computes, and processes the sampled tokens.
 
-It works on counts and never on tensors. The oldest request goes first and is preempted last, so no request
-starves. `RequestQueues` keeps the waiting and running sequences, `KvAllocator` assigns slots, and `BeamGroup`
-selects beams.
+It works on counts. The oldest request goes first and is preempted last, so no request starves.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from operator import attrgetter
 
@@ -38,11 +37,10 @@ from app.engine.scheduler.kv_allocator import (
     PrefixStore,
 )
 from app.engine.scheduler.policy import PrefillBudget, TokenBudget, admit_oldest, before_long_ones, share_prompts
-from app.engine.scheduler.queues import EngineLimits, RequestQueues, max_sequence_tokens, request_error
 from app.engine.scheduler.speculation import Speculation
-from app.errors import InvalidRequest, RequestError, StepFailed
+from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, StepFailed
 from app.messages import Abort, Event, Generate, PromptScored, RequestFailed, SequenceFinished, TokenScore
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 
 _num_uncomputed = attrgetter("num_uncomputed")
 _NOT_FINITE_MESSAGE = (
@@ -51,12 +49,176 @@ _NOT_FINITE_MESSAGE = (
 )
 
 
+@dataclass(slots=True)
+class ActiveRequest:
+    """The active sequences of a request; its held choices wait for the prompt. A search's beams are one choice."""
+
+    active: list[Sequence]
+    held: list[Sequence] = field(default_factory=list)
+    group: BeamGroup | None = None
+
+
+class RequestQueues:
+    """The active requests, and their sequences: held, waiting (no slot) or running (a slot)."""
+
+    def __init__(self, allocator: KvAllocator) -> None:
+        self.requests: dict[str, ActiveRequest] = {}
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._allocator = allocator
+
+    def add(self, choices: list[Sequence]) -> None:
+        """Add a new request, the youngest of its priority. Its first choice waits for a slot."""
+        group = BeamGroup(choices[0]) if choices[0].is_beam else None
+        self.requests[choices[0].request_id] = ActiveRequest(choices, choices[1:], group)
+        insort(self.waiting, choices[0], key=attrgetter("order"))
+
+    def start(self, sequence: Sequence) -> None:
+        insort(self.running, sequence, key=attrgetter("order"))
+
+    def admit(self, sequence: Sequence | None = None) -> Sequence | None:
+        """Move a waiting sequence, by default the oldest, to the running list; None if there is no capacity for it."""
+        sequence = sequence or self.waiting[0]
+        if not self._allocator.admit(sequence):
+            return None
+        self.waiting.remove(sequence)
+        self.start(sequence)
+        return sequence
+
+    def oldest_width(self) -> int:
+        return self.waiting[0].params.beam_width if self.waiting else 0
+
+    def num_occupied(self) -> int:
+        """Return the occupied places: running sequences, and places into which a beam search may still grow."""
+        growing = {one.request_id: one.params.beam_width for one in self.running if one.is_beam}
+        return sum(growing.values()) + sum(not one.is_beam for one in self.running)
+
+    def preempt(self) -> None:
+        """Take the slot of the youngest running sequence, or its search's slots. It waits and computes again."""
+        victim = self.running[-1]
+        group = self.requests[victim.request_id].group
+        for sequence in list(group.beams) if group else [victim]:
+            self.release_slot(sequence)
+        insort(self.waiting, group.restart() if group else victim, key=attrgetter("order"))
+
+    def release_slot(self, sequence: Sequence, keep_tokens: bool = True) -> None:
+        """Take a sequence out of its slot. Its computed tokens stay cached; of a beam only the prompt does."""
+        if sequence.slot is None:
+            return
+        keep = sequence.num_prompt_tokens if sequence.is_beam else len(sequence.token_ids)
+        self.running.remove(sequence)
+        self._allocator.release(sequence, keep if keep_tokens else 0)
+
+    def enqueue_held_choices(self, sequence: Sequence) -> None:
+        """Move the held choices of a request to the waiting list, once its prompt is computed and can be shared."""
+        request = self.requests[sequence.request_id]
+        for choice in request.held:
+            insort(self.waiting, choice, key=attrgetter("order"))
+        request.held.clear()
+
+    def remove(self, sequence: Sequence, keep_tokens: bool = True) -> None:
+        """Remove a finished choice. If others were held until it computed the prompt, the next one takes over."""
+        request = self.requests[sequence.request_id]
+        leaving = request.group.beams if request.group else [sequence]
+        for one in sorted(leaving, key=lambda beam: beam.prefix_slot is None):  # nothing is kept because it is shared
+            self.release_slot(one, keep_tokens)
+        request.active.remove(sequence)
+        was_held = sequence in request.held
+        if was_held:
+            request.held.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if request.held and not was_held:
+            insort(self.waiting, request.held.pop(0), key=attrgetter("order"))
+        if not request.active:
+            del self.requests[sequence.request_id]
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return the counts of running and waiting sequences. Cached slots do not count as used."""
+        pool = self._allocator.pool
+        rows: list[tuple[int, int]] = []
+        prompts: list[tuple[int, int]] = []
+        context = 0
+        for sequence in self.running:  # a single pass, because this runs after every step
+            length = len(sequence.token_ids)
+            num_completion_tokens, uncomputed = length - sequence.num_prompt_tokens, length - sequence.num_computed
+            if uncomputed == 1 and num_completion_tokens > 0:
+                rows.append((num_completion_tokens, sequence.max_length - length))
+                context += length
+            else:
+                prompts.append((sequence.num_computed, uncomputed))
+        return EngineSnapshot(
+            num_running=len({sequence.request_id for sequence in self.running}),
+            kv_used_tokens=pool.in_use_tokens(),
+            kv_capacity_tokens=pool.capacity_tokens,
+            rows=tuple(rows),
+            context_tokens=context,
+            prompts=tuple(prompts),
+            queue=tuple([len(sequence.token_ids) for sequence in self.waiting]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Limits of the engine; `max_model_len` counts prompt and completion together."""
+
+    max_model_len: int
+    max_running_seqs: int
+    max_batch_tokens: int
+
+    def limited_by(self, pool: KvSlots) -> EngineLimits:
+        """Return these limits, reduced so that one sequence alone fits the pool and all decodes fit one step."""
+        return replace(
+            self,
+            max_model_len=min(self.max_model_len, pool.capacity_tokens),
+            max_running_seqs=min(self.max_running_seqs, self.max_batch_tokens, len(pool.slots)),
+        )
+
+
+def request_error(request: Generate, limits: EngineLimits, pool: KvSlots) -> RequestError | None:
+    num_prompt, width = len(request.token_ids), request.params.beam_width
+    if num_prompt == 0:
+        return InvalidRequest("The prompt has no tokens.", field="prompt")
+    if num_prompt >= limits.max_model_len:
+        return ContextLengthExceeded(
+            f"The prompt has {num_prompt} tokens; with at least one of completion the context holds {limits.max_model_len}.",
+            field="prompt",
+        )
+    # one slot is needed for the prompt that the beams share
+    widest = min(limits.max_running_seqs, len(pool.slots) - 1)
+    if width > max(widest, 1):
+        return InvalidRequest(
+            f"beam_width is at most {max(widest, 1)} on this server, not {width}.", field="beam_width"
+        )
+    if width > 1 and request.grammar is not None:
+        return InvalidRequest("beam_width cannot be combined with structured output.", field="beam_width")
+    if max_sequence_tokens(request, limits, pool) < num_prompt + (request.params.max_tokens != 0):
+        return ContextLengthExceeded(
+            f"A prompt of {num_prompt} tokens with beam_width {width} does not fit the KV cache of {pool.capacity_tokens} tokens.",
+            field="prompt",
+        )
+    return None
+
+
+def max_sequence_tokens(request: Generate, limits: EngineLimits, pool: KvSlots) -> int:
+    """Return the most tokens of the request's sequences, with which it fits if it is alone in the pool."""
+    num_prompt, params = len(request.token_ids), request.params
+    bound = (
+        limits.max_model_len if params.max_tokens is None else min(limits.max_model_len, num_prompt + params.max_tokens)
+    )
+    if params.beam_width == 1:
+        return bound
+    # The prompt is stored once. The root and each beam store a completion, and each end needs a separate page.
+    capacity = pool.capacity_tokens - num_prompt - (2 * params.beam_width + 1) * pool.tokens_per_page
+    return min(bound, num_prompt + capacity // (params.beam_width + 1))
+
+
 class Scheduler:
     """The scheduler of one engine.
 
-    `schedule` and `update` alternate; `add` and `abort` come between steps. `schedule_ahead` may come between a
-    step and its `update`. If `speculation` is set, steps that only decode carry draft tokens if they pay off. Prefixes
-    in `prefix_store` are read in place of being computed.
+    `schedule` and `update` alternate; `schedule_ahead` may come between them, `add` and `abort` come between steps.
+    Steps that only decode carry draft tokens of `speculation` if they pay off. Prefixes in `prefix_store` are read in
+    place of being computed.
     """
 
     def __init__(
@@ -84,11 +246,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while any request is active."""
         return bool(self.queues.requests)
 
     def add(self, request: Generate, grammar: Grammar | None = None) -> list[Event]:
-        """Queue a request, with its compiled grammar. A request that can never be served is rejected at once."""
         assert request.request_id not in self.queues.requests, "request ids must be unique"
         error = request_error(request, self._limits, self.pool)
         if error is not None:
@@ -117,10 +277,7 @@ class Scheduler:
         return events
 
     def schedule(self) -> Batch | None:
-        """Return the next step's batch; None if there is nothing to compute.
-
-        Every decode comes first, then prefill of running sequences, then newly admitted ones, within the budgets.
-        """
+        """Return the next step's batch: decodes, then running prefills, then admitted ones; None if there is no work."""
         self._num_preempted = 0
         self._grow_decodes()
         spans = [next_span(sequence, 1) for sequence in self._ready()]
@@ -151,9 +308,8 @@ class Scheduler:
     def schedule_ahead(self, batch: Batch) -> Batch | None:
         """Return the batch that follows `batch`, which is in flight: the same sequences, one position further.
 
-        Sequences that reach their maximum length in `batch` are left out. A sequence that ends in `batch` for
-        another reason has a finished row in the result. `batch` must contain no finished rows. Returns None if the
-        next step has to do anything else than decode these sequences.
+        Sequences that reach their maximum length in `batch` are left out; one that ends for another reason has a
+        finished row. `batch` must contain no finished rows. None: the next step has to do something else.
         """
         spans = batch.spans
         if (
@@ -170,19 +326,13 @@ class Scheduler:
         return Batch(tuple([span.next_position() for span in lasting]), (), self.pool.take_released(), ahead=True)
 
     def shrink(self, batch: Batch) -> bool:
-        """Give up a step that ran out of memory, and make the next ones smaller.
-
-        Returns False if the step cannot be made smaller.
-        """
+        """Give up a step that ran out of memory, and make the next ones smaller; False if that is not possible."""
         for span in batch.spans:
             self._allocator.trim(span.sequence)
         return self._token_budget.shrink(batch)
 
     def update_scores(self, scored: Items[ScoredSpan], scores: Items[tuple[TokenScore, ...]]) -> list[Event]:
-        """Process the scores of a step's prompts, which are given for each of `scored`. Call it before `update`.
-
-        A part without scores has logits that are not finite: `update` ends its request.
-        """
+        """Process the scores of a step's prompts, given for each of `scored`, before `update`."""
         events: list[Event] = []
         for part, own in zip(scored, scores, strict=True):
             scoring = part.span.sequence.scoring
@@ -195,10 +345,7 @@ class Scheduler:
         return events
 
     def update(self, batch: Batch, sampled: Items[SampledTokens]) -> list[Event]:
-        """Process the result of a step, one `SampledTokens` per row that samples, in order.
-
-        A request with a row that is not finite fails alone. Returns the events.
-        """
+        """Process the samples of each row, in order; a request with a row that is not finite fails alone."""
         now = self._clock()
         events: list[Event] = []
         searches: dict[str, list[tuple[Sequence, SampledTokens]]] = {}
@@ -229,15 +376,12 @@ class Scheduler:
         return events + self._fail_not_finite()
 
     def fail(self, batch: Batch, error: RequestError) -> list[Event]:
-        """End every request of the batch with this error. The other requests continue."""
         return self._fail(dict.fromkeys(span.sequence.request_id for span in batch.spans), error)
 
     def fail_all(self, error: RequestError) -> list[Event]:
-        """End every request with this error."""
         return self._fail(list(self.queues.requests), error)
 
     def observe(self, step: StepStats) -> None:
-        """Record the statistics of a step that was computed."""
         self._token_budget.grow()
         self._prefill.observe(step)
 
@@ -254,19 +398,13 @@ class Scheduler:
     # ---- schedule --------------------------------------------------------------------------------------------------
 
     def _grow_decodes(self) -> None:
-        """Reserve memory for the token that each decode computes.
-
-        If there is none left, preempt the youngest sequences.
-        """
+        """Reserve memory for each decode's token, preempting the youngest sequences if there is none left."""
         for sequence in list(self.queues.running):
             while sequence.slot is not None and sequence.num_uncomputed == 1 and not self._allocator.grow(sequence):
                 self._preempt()
 
     def _ready(self) -> list[Sequence]:
-        """Return the running sequences with one token to compute, at most as many as the token budget allows.
-
-        The beams of one search are never split.
-        """
+        """Return the running sequences with one token to compute, within the budget; beams are never split."""
         ready = [sequence for sequence in self.queues.running if sequence.num_uncomputed == 1]
         end = max_tokens = self._token_budget.tokens
         if len(ready) <= max_tokens:
@@ -276,7 +414,6 @@ class Scheduler:
         return ready[:end] or [one for one in ready if one.request_id == ready[0].request_id]
 
     def _prefill_tokens(self, prompts: Items[Sequence], num_ready: int) -> int:
-        """Return the number of prefill tokens of this step, in which `prompts` continue and others may start."""
         num_computed = prompts[0].num_computed if prompts else 0
         num_prompts = len(prompts) + len(self.queues.waiting)
         decoding = [len(one.token_ids) for one in self.queues.running if one.is_decoding]
@@ -289,9 +426,8 @@ class Scheduler:
     def _smaller(self, prompts: list[Sequence], oldest: Sequence, tokens: int) -> Iterator[Sequence]:
         """Yield the prompts that go before the rest of the oldest one, which could fill a step of `tokens` tokens.
 
-        Those before it in `prompts`, which are running, have their share already. A waiting one is admitted when it is
-        taken. None overtakes the first that waits unless that one fits too, so memory and places that it lacks are not
-        taken from it. Only prompts of the same priority overtake.
+        Prompts before it in `prompts` have their share already. A waiting one is admitted when it is taken. None
+        overtakes the first that waits unless that one fits too. Only prompts of the same priority overtake.
         """
         queues, later = self.queues, prompts[prompts.index(oldest) + 1 :] if oldest in prompts else []
         others = (one for one in chain(later, queues.waiting) if one.params.priority == oldest.params.priority)
@@ -305,7 +441,6 @@ class Scheduler:
             yield sequence
 
     def _would_admit(self) -> bool:
-        """Return True if the next step would admit a sequence, as far as is known now."""
         fits = 0 < self.queues.oldest_width() <= self._free_places()
         return fits and self._allocator.can_admit(self.queues.waiting[0])
 
@@ -314,8 +449,8 @@ class Scheduler:
     ) -> tuple[Iterator[tuple[Sequence, int]], int]:
         """Read stored prefixes of the sequences that prefill now.
 
-        Returns the tokens that each of them still computes, and the number of cached tokens of prompts whose first
-        step was an earlier one.
+        Returns the tokens that each of them still computes, and the number of cached tokens of prompts whose first step
+        was an earlier one.
         """
         store.move(self._allocator.take_copies(), self.pool.take_released())
         max_seconds = READ_SECONDS_BESIDE_DECODES if beside_decodes else READ_SECONDS_ALONE
@@ -333,10 +468,7 @@ class Scheduler:
         return iter(left), cached
 
     def _record_first_step(self, sequence: Sequence) -> int:
-        """Record a sequence's first step, and return the number of cached tokens of its request's prompt.
-
-        Later steps return 0, and so do further choices, because they always find the prompt cached.
-        """
+        """Record a sequence's first step; return its prompt's cached tokens, 0 for later steps and further choices."""
         if sequence.scheduled_at is not None:
             return 0
         sequence.scheduled_at = self._clock()
@@ -380,10 +512,7 @@ class Scheduler:
         return events
 
     def _fork_beams(self, group: BeamGroup, chosen: list[Continuation]) -> None:
-        """Continue each parent with its best continuation, and fork new beams for the others.
-
-        Parents without a continuation leave their slots first.
-        """
+        """Continue each parent with its best continuation, and fork new beams for the others."""
         best = {one.parent: one for one in reversed(chosen)}
         for beam in group.beams:
             if beam not in best:

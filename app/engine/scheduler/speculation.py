@@ -1,9 +1,9 @@
-"""Speculative decoding: draft tokens from n-gram lookup or a draft model, in the number that maximizes tokens per second.
+"""Speculative decoding: draft tokens from n-gram lookup or a draft model, as many as maximize tokens per second.
 
-N-gram lookup needs no second model: an earlier occurrence of the last tokens is found, and what followed it is proposed. The
-model verifies the draft tokens. Their number depends on the acceptance rate of earlier ones, of this sequence and of
-all sequences, and on the cost of a step by number of rows. If draft tokens do not pay off, drafting pauses. After the
-pause it tries a single draft token; the pause doubles after each failure, so a wrong choice costs almost nothing.
+N-gram lookup finds an earlier occurrence of the last tokens and proposes what followed it. The number of draft tokens
+depends on the acceptance rate, of this sequence and of all, and on the cost of a step by number of rows. If draft
+tokens do not pay off, drafting pauses. After the pause it tries a single draft token; the pause doubles after each
+failure.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ MIN_PAUSE_STEPS, MAX_PAUSE_STEPS = 4, 32  # steps
 DECAY = 0.9  # decay of earlier observations at each new one: about the last ten count
 SHARED_DECAY = 0.99
 PRIOR_WEIGHT = 2.0  # number of observations that the rate of all sequences counts for in a sequence's estimate
+NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is used
+# Number of tokens whose n-grams are indexed per step, which takes 0.3 ms. A long prompt is indexed from its end
+# over many steps, so that no step waits for it.
+MAX_INDEXED_PER_STEP = 512
+# maximum rows of a step with draft tokens; larger products are compute-bound, and each step size is recorded
+MAX_SPECULATIVE_ROWS = 64
+MAX_DRAFT_TOKENS = 7  # per sequence and step
+MAX_FORCED_TOKENS = 32  # per sequence and step: draft tokens that a grammar forces
+_METHODS = ("ngram", "grammar", "draft_model")  # of drafting, as `GET /info` names them
+_FORCED_ACCEPTED = 19.0  # initial observations of forced tokens; only another split of the same text is rejected
+# reserves capacity for draft tokens in a sequence's slot; returns False if there is none
+ReserveDraftTokens = Callable[[Sequence, int], bool]
+DraftProposal = tuple[ScheduledSpan, tuple[int, ...]]  # a decoding span and its proposed draft tokens
 
 
 class DecodeCostModel(Protocol):
-    """The cost of decode steps, in any unit."""
-
-    def decode(self, rows: int, context_tokens: int = 0) -> float:
-        """Return the cost of a decode step with this many rows and this total context."""
-        ...
+    def decode(self, rows: int, context_tokens: int = 0) -> float: ...
 
 
 @dataclass(slots=True)
 class AcceptanceRate:
-    """Decaying estimate of the probability that a draft token is accepted, given that those before it were.
-
-    It begins with one accepted and one rejected token.
-    """
+    """Decaying estimate of the probability that a draft token is accepted, given that the ones before were."""
 
     decay: float
     accepted: float = 1.0
@@ -54,10 +60,7 @@ class AcceptanceRate:
 
 @dataclass(slots=True)
 class DraftHistory:
-    """What became of one sequence's draft tokens. While `pause` is positive, none are requested.
-
-    `is_probe`: the present draft is a single trial token.
-    """
+    """What became of one sequence's draft tokens. `is_probe`: the present draft is a single trial token."""
 
     rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(DECAY, 0.0, 0.0))
     pause: int = 0
@@ -65,7 +68,6 @@ class DraftHistory:
     is_probe: bool = False
 
     def acceptance(self, shared: AcceptanceRate) -> float:
-        """Return the probability that a draft token is accepted, with the rate of all sequences as the prior."""
         return self.rate.value(shared.value(), PRIOR_WEIGHT)
 
     def observe(self, drafted: int, accepted: int, shared: AcceptanceRate) -> None:
@@ -78,28 +80,15 @@ class DraftHistory:
             self.next_pause = min(2 * self.next_pause, MAX_PAUSE_STEPS)
 
 
-NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is used
-# Number of tokens whose n-grams are indexed per step, which takes 0.3 ms. A long prompt is indexed from its end
-# over many steps, so that no step waits for it.
-MAX_INDEXED_PER_STEP = 512
-
-
 class Drafter(Protocol):
     """Proposes draft tokens for one sequence. The tokens of the sequence only grow."""
 
     def propose(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
-        """Return at most `max_tokens` draft tokens that may follow `token_ids`, in order.
-
-        Empty if there are none.
-        """
-        ...
+        """Return at most `max_tokens` draft tokens that may follow `token_ids`, in order."""
 
 
 class NgramDrafter:
-    """Index of the last position of each n-gram in prompt and completion.
-
-    It has two entries per token. Nothing is indexed before the first call of `propose`.
-    """
+    """Index of the last position of each n-gram in prompt and completion, made on the first `propose`."""
 
     def __init__(self) -> None:
         # Maps an n-gram to the end of its latest occurrence. The n-grams at the end of the tokens are not
@@ -138,47 +127,24 @@ class NgramDrafter:
 
 
 class NoDrafter:
-    """Drafter that proposes nothing."""
-
     def propose(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
-        """Return no tokens."""
         return ()
 
 
 def ngram_drafter(sequence: Sequence) -> NgramDrafter:
-    """Return a new drafter for a sequence."""
     return NgramDrafter()
-
-
-# maximum rows of a step with draft tokens; larger products are compute-bound, and each step size is recorded
-MAX_SPECULATIVE_ROWS = 64
-MAX_DRAFT_TOKENS = 7  # per sequence and step
-MAX_FORCED_TOKENS = 32  # per sequence and step: draft tokens that a grammar forces
-_METHODS = ("ngram", "grammar", "draft_model")  # of drafting, as `GET /info` names them
-_FORCED_ACCEPTED = 19.0  # initial observations of forced tokens; only another split of the same text is rejected
 
 
 @dataclass(slots=True)
 class DraftState:
-    """Drafting state of one sequence."""
-
     drafter: Drafter
     history: DraftHistory = field(default_factory=DraftHistory)
     has_paused: bool = False
     is_forced: bool = False  # a grammar forces the text of the current draft
 
 
-# reserves capacity for draft tokens in a sequence's slot; returns False if there is none
-ReserveDraftTokens = Callable[[Sequence, int], bool]
-DraftProposal = tuple[ScheduledSpan, tuple[int, ...]]  # a decoding span and its proposed draft tokens
-
-
 class Speculation:
-    """The speculative decoding policy of one engine.
-
-    `drafter` creates the drafter of each sequence. `max_draft_tokens` is the maximum number of draft tokens per
-    sequence and step.
-    """
+    """The speculative decoding policy of one engine; `drafter` creates the drafter of each sequence."""
 
     def __init__(
         self, drafter: Callable[[Sequence], Drafter], costs: DecodeCostModel, max_draft_tokens: int = MAX_DRAFT_TOKENS
@@ -202,16 +168,12 @@ class Speculation:
         self.drafting = ModelDrafting(model, self._costs, self._max_draft_tokens)
 
     def with_drafter(self, drafter: Callable[[Sequence], Drafter]) -> Speculation:
-        """Return another policy with the same cost model and no acceptance history."""
         return Speculation(drafter, self._costs, self._max_draft_tokens)
 
     def add_draft_tokens(
         self, spans: list[ScheduledSpan], max_rows: int, reserve: ReserveDraftTokens
     ) -> list[ScheduledSpan]:
-        """Return the same decodes, with draft tokens added where they pay off and `reserve` finds capacity.
-
-        A step has at most `max_rows` rows.
-        """
+        """Return the decodes with draft tokens where they pay off and `reserve` finds capacity, up to `max_rows` rows."""
         left = min(max_rows, MAX_SPECULATIVE_ROWS) - len(spans)
         could_pay = self._could_pay(spans, left)
         proposals = self._proposals(spans) if could_pay else []
@@ -226,7 +188,6 @@ class Speculation:
         return [span.with_drafts(drafts.get(span.sequence, ())) for span in spans] if drafts else spans
 
     def _is_left_to_model(self, span: ScheduledSpan, spans: list[ScheduledSpan]) -> bool:
-        """Return True if the draft model is expected to gain more for this sequence than its other draft tokens."""
         state = self._states[span.sequence]
         if self.drafting is None or state.is_forced:
             return False
@@ -240,7 +201,6 @@ class Speculation:
         left: int,
         reserve: ReserveDraftTokens,
     ) -> None:
-        """Add the draft model's tokens for sequences that have no others."""
         rest = [
             span
             for span in spans
@@ -256,7 +216,6 @@ class Speculation:
                 self._by_model.add(sequence)
 
     def observe_acceptance(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Record how many of a sequence's draft tokens were accepted in a step."""
         if sequence in self._by_model and self.drafting is not None:
             self._count("draft_model", drafted, accepted)
             self.drafting.observe(sequence, drafted, accepted)
@@ -269,10 +228,7 @@ class Speculation:
         state.history.observe(drafted, accepted, self._rate)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what each method drafted, and what its choice is made from: the `speculation` object of `GET /info`.
-
-        Any thread may call it.
-        """
+        """Return the `speculation` object of `GET /info`, on any thread."""
         rates = {"ngram": self._rate.value(), "grammar": self._forced_rate.value()}
         if self.drafting is not None:
             rates["draft_model"] = self.drafting.acceptance
@@ -291,33 +247,24 @@ class Speculation:
         counts[1] += accepted
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the state of a finished sequence."""
         self._states.pop(sequence, None)
         if self.drafting is not None:
             self.drafting.forget(sequence)
 
     def _seconds(self, spans: list[ScheduledSpan]) -> Callable[[int], float]:
-        """Return the cost of the step as a function of the number of draft tokens.
-
-        It is never less than the cost without any.
-        """
+        """Return the cost of the step by number of draft tokens, never less than without any."""
         rows, context = len(spans), sum(span.end for span in spans)
         alone = self._costs.decode(rows, context)
         return lambda drafted: max(alone, self._costs.decode(rows + drafted, context))
 
     def _could_pay(self, spans: list[ScheduledSpan], left: int) -> bool:
-        """Return True if draft tokens would pay off if all of them were accepted.
-
-        If they would not, no drafter is called. Several counts are tried, because matrix products process rows in
-        tiles.
-        """
+        """Return True if draft tokens would pay off if all of some count were accepted; else no drafter is called."""
         rows, seconds = len(spans), self._seconds(spans)
         return any(
             rows + more > MIN_SPEEDUP * rows * seconds(more) / seconds(0) for more in (1, 2, 4, 8) if more <= left
         )
 
     def _proposals(self, spans: list[ScheduledSpan]) -> list[DraftProposal]:
-        """Return the proposed draft tokens of the sequences that can have them."""
         proposals: list[DraftProposal] = []
         for span in spans:
             sequence = span.sequence
@@ -332,10 +279,7 @@ class Speculation:
         return proposals
 
     def _draft(self, sequence: Sequence, state: DraftState) -> tuple[int, ...]:
-        """Return the draft tokens of a sequence: those that its grammar forces, else those that its drafter proposes.
-
-        Draft tokens that the grammar does not allow are cut off.
-        """
+        """Return the tokens that the grammar forces, else the drafter's as far as the grammar allows them."""
         left, grammar = sequence.max_length - len(sequence.token_ids) - 1, sequence.grammar
         state.is_forced = False
         if grammar is not None and left > 0:
@@ -352,10 +296,7 @@ class Speculation:
         return ids if grammar is None or not ids else ids[: grammar.count_valid(ids)]
 
     def _draft_counts(self, spans: list[ScheduledSpan], proposals: list[DraftProposal], left: int) -> list[int]:
-        """Return the number of draft tokens to use from each proposal.
-
-        The most likely tokens are taken first, as long as tokens per second grow.
-        """
+        """Return how many draft tokens of each proposal to use, likely ones first, while tokens per second grow."""
         known = [self._states[span.sequence] for span, _ in proposals]
         probabilities = [
             (self._acceptance(state) ** place, index)
@@ -383,19 +324,12 @@ class Speculation:
 
 
 def _can_have_drafts(sequence: Sequence) -> bool:
-    """Return True if rows of a sequence can be sampled in parallel.
-
-    Those with penalties cannot, because penalties count earlier tokens. Beams cannot, because they fork at every token.
-    """
+    """Return False for penalties, which count earlier tokens, and beams, which fork at every token."""
     return not sequence.is_beam and not sequence.params.has_penalties
 
 
 def _with_pause_rule(count: int, state: DraftState, may_probe: bool) -> int:
-    """Return the number of draft tokens after applying the pause rule.
-
-    If none pays off, the sequence pauses. After the pause it gets a single trial token, if that would pay off when
-    accepted.
-    """
+    """Return the number of draft tokens after the pause rule: none during a pause, then a single trial token."""
     if state.is_forced:
         return count
     history = state.history
@@ -407,32 +341,19 @@ def _with_pause_rule(count: int, state: DraftState, may_probe: bool) -> int:
 
 
 class DraftProposer(Protocol):
-    """A draft model, without tensors."""
+    def is_ready(self, sequence: Sequence) -> bool: ...
 
-    def is_ready(self, sequence: Sequence) -> bool:
-        """Return True if the sequence can be drafted for; else do a part of what it lacks."""
-        ...
-
-    def propose(self, sequences: list[Sequence], num_tokens: int) -> Mapping[Sequence, tuple[int, ...]]:
-        """Return `num_tokens` draft tokens for each sequence."""
-        ...
+    def propose(self, sequences: list[Sequence], num_tokens: int) -> Mapping[Sequence, tuple[int, ...]]: ...
 
     def step_seconds(self, num_sequences: int) -> float:
         """Return the seconds of one draft token for each of so many sequences; 0: not known."""
-        ...
 
-    def take_seconds(self) -> float:
-        """Return the seconds spent since the last call."""
-        ...
+    def take_seconds(self) -> float: ...
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what is known of a finished sequence."""
-        ...
+    def forget(self, sequence: Sequence) -> None: ...
 
 
 class ModelDrafting:
-    """The policy of one draft model."""
-
     def __init__(self, model: DraftProposer, costs: DecodeCostModel, max_draft_tokens: int) -> None:
         self.model, self._costs, self._max_draft_tokens = model, costs, max_draft_tokens
         self._rate = AcceptanceRate(SHARED_DECAY)
@@ -440,7 +361,6 @@ class ModelDrafting:
 
     @property
     def acceptance(self) -> float:
-        """Estimated probability that a draft token is accepted, of all sequences together."""
         return self._rate.value()
 
     def drafts(
@@ -472,16 +392,13 @@ class ModelDrafting:
         return history.acceptance(self._rate) - num_sequences * each / step_seconds > acceptance
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Record how many draft tokens were accepted."""
         self._histories[sequence].observe(drafted, accepted, self._rate)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the state of a finished sequence."""
         self._histories.pop(sequence, None)
         self.model.forget(sequence)
 
     def _count(self, ready: list[Sequence], spans: list[ScheduledSpan], left: int) -> int:
-        """Return the number of draft tokens for each ready sequence that makes the most tokens per second."""
         rows, context = len(spans), sum(span.end for span in spans)
         alone, each = self._costs.decode(rows, context), self.model.step_seconds(len(ready))
         if not each:

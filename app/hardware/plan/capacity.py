@@ -1,4 +1,4 @@
-"""Capacity of a model that generates: weights, KV cache, context length, sequences and tokens of a step.
+"""Capacity of a model: weights, KV cache, context length, sequences and tokens of a step.
 
 Each value is limited by the memory. A setting that does not fit is refused with the numbers.
 """
@@ -47,6 +47,8 @@ _NARROW_HIDDEN_SIZE = 384  # up to this hidden size, a GPU's products need twice
 _WAITING_SECONDS = 10.0  # if the speed is known, the short texts of this many seconds may wait
 _WAITING_REQUESTS = 256
 _MAX_WAITING_REQUESTS = 4096  # requests at any speed, because each is an open connection
+_MIN_RATE_SHARE = 0.95  # share of the best measured rate that a shorter step must reach to be preferred
+_WAITING_PER_RUNNING = 4  # waiting requests for each running sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +81,11 @@ _ON_MAC = DefaultStepSizes(
     1024, "Products reach their best rate at this size; a longer step would only make the other sequences wait.",
 )  # fmt: skip
 _DEFAULT_SIZES: Mapping[str, DefaultStepSizes] = {"cpu": _ON_PROCESSOR, "cuda": _ON_GPU, "mps": _ON_MAC}
-_MIN_RATE_SHARE = 0.95  # share of the best measured rate that a shorter step must reach to be preferred
-_WAITING_PER_RUNNING = 4  # waiting requests for each running sequence
 
 
 @dataclass(frozen=True)
 class MemoryCapacity(PlanPart):
-    """Decisions about memory and step sizes.
-
-    `batch_target_tokens` is the number of tokens up to which texts are batched together; only a single longer text
-    makes a larger step.
-    """
+    """Decisions about memory and step sizes; beyond `batch_target_tokens` a step has only a single text."""
 
     weight_bytes: Decided[int] = Decided(ALL_KINDS, unit="bytes", zero_is_unknown=True)
     kv_cache_bytes: Decided[int] = Decided(("decoder",), unit="bytes")
@@ -103,11 +99,7 @@ class MemoryCapacity(PlanPart):
 def decide_capacity(
     facts: Facts, settings: Settings, demand: MemoryDemand, timing: TrialTiming | None = None
 ) -> MemoryCapacity:
-    """Decide the capacity of a model that generates.
-
-    Raises:
-        PlanImpossible: the model, or a size that was asked for, does not fit.
-    """
+    """Decide the capacity of a model that generates. Raises `PlanImpossible` if something does not fit."""
     batch = decide_step_tokens(facts, settings, demand, timing)
     running = _running_seqs(settings, batch.value, _default_sizes(demand))
     left = _checked_budget(facts, settings, demand, batch.value, running.value)
@@ -138,7 +130,6 @@ def decide_capacity(
 
 
 def decide_weight_bytes(demand: MemoryDemand) -> Decision[int]:
-    """Decide the bytes of the weights in memory."""
     if demand.needs is None:
         return Decision(0, "No model is given.")
     where = "" if demand.device is None else f" on the device. {demand.device.host_note}"
@@ -148,11 +139,7 @@ def decide_weight_bytes(demand: MemoryDemand) -> Decision[int]:
 def decide_step_tokens(
     facts: Facts, settings: Settings, demand: MemoryDemand, timing: TrialTiming | None
 ) -> Decision[int]:
-    """Decide the tokens of a step.
-
-    This is the smallest size at which prompts are processed at nearly the best measured rate, or the default if
-    nothing was measured, reduced if memory is short.
-    """
+    """Decide the tokens of a step: the smallest size with nearly the best measured rate, or a default."""
     if settings.max_batch_tokens != "auto":
         return Decision(settings.max_batch_tokens, "Asked for.")
     usual = _default_sizes(demand)
@@ -175,10 +162,7 @@ def _default_sizes(demand: MemoryDemand) -> DefaultStepSizes:
 
 
 def _measured_step_tokens(timing: TrialTiming | None, running: int, usual: int) -> Decision[int] | None:
-    """Return the smallest measured size within 5% of the best rate, in tokens a second.
-
-    The size leaves tokens for part of a prompt next to all sequences that decode.
-    """
+    """Return the smallest measured size within 5% of the best rate that leaves room beside all decodes."""
     sizes = [size for size in timing.trial.prefill_seconds if size >= running + MIN_BATCH_TOKENS] if timing else []
     if timing is None or not sizes:
         return None
@@ -217,11 +201,7 @@ def _running_seqs(settings: Settings, batch_tokens: int, usual: DefaultStepSizes
 def _checked_budget(
     facts: Facts, settings: Settings, demand: MemoryDemand, batch_tokens: int, running: int
 ) -> MemoryBudget:
-    """Return the memory that is left for keys and values.
-
-    Raises:
-        PlanImpossible: nothing is left.
-    """
+    """Return the memory that is left for keys and values. Raises `PlanImpossible` if nothing is left."""
     left = memory_budget(facts, demand, batch_tokens, running)
     if demand.needs and left.size < MIN_CONTEXT_TOKENS * demand.kv_bytes_per_token:
         raise PlanImpossible(does_not_fit_message(settings, demand, left))
@@ -261,7 +241,6 @@ def _model_len(settings: Settings, demand: MemoryDemand, room: MemoryBudget) -> 
 
 
 def _limit_by_memory(running: Decision[int], demand: MemoryDemand, room: MemoryBudget) -> Decision[int]:
-    """Reduce the number of sequences so that each has memory for at least a few tokens; the others wait."""
     if not demand.kv_bytes_per_token:
         return running
     least = MIN_CONTEXT_TOKENS if demand.device is None else KV_PAGE_TOKENS
@@ -274,10 +253,7 @@ def _limit_by_memory(running: Decision[int], demand: MemoryDemand, room: MemoryB
 
 
 def _limit_by_reservation(running: Decision[int], sequence_bytes: int, left: MemoryBudget) -> Decision[int]:
-    """Reduce the number of sequences so that all slots can be reserved at once under strict overcommit.
-
-    Twice as many slots as sequences are reserved, each for the longest context.
-    """
+    """Reduce the sequences so that two slots for each can be reserved at once under strict overcommit."""
     fits = left.size // (2 * sequence_bytes) if sequence_bytes else running.value
     if fits >= running.value:
         return running
@@ -289,11 +265,7 @@ def _limit_by_reservation(running: Decision[int], sequence_bytes: int, left: Mem
 
 
 def _kv_cache_bytes(settings: Settings, demand: MemoryDemand, room: MemoryBudget, useful: int) -> Decision[int]:
-    """Decide the size of the KV cache.
-
-    It is no larger than can be used: every running sequence at its longest, and the same amount again for cached
-    prefixes.
-    """
+    """Decide the size of the KV cache: at most twice what running sequences can use, for cached prefixes."""
     if settings.kv_cache_bytes != "auto":
         return Decision(settings.kv_cache_bytes, "Asked for.")
     if demand.needs is None:
@@ -312,13 +284,9 @@ def decide_encoder_capacity(
     timing: TrialTiming | None,
     expected: TrialTiming | None = None,
 ) -> MemoryCapacity:
-    """Decide the capacity of an encoder or an exported program.
+    """Decide the capacity of an encoder or an exported program. Raises `PlanImpossible` if something does not fit.
 
-    `expected` is the timing, or an estimate if nothing was measured: it decides how many requests may wait, not the
-    steps.
-
-    Raises:
-        PlanImpossible: the model, or a size that was asked for, does not fit.
+    `expected` is the timing, or an estimate: it decides how many requests may wait, not the steps.
     """
     needs = demand.needs
     assert needs is not None, "a model that does not generate has needs"
@@ -330,7 +298,7 @@ def decide_encoder_capacity(
     if demand.device is not None and needs.hidden_size <= _NARROW_HIDDEN_SIZE:
         usual *= 2
     target = _target(settings, needs, timing, fits, usual)
-    batch = _max_batch_tokens(settings, needs, EncoderStepLimits(target, length, fits), left)
+    batch = _max_batch_tokens(settings, needs, target, length, fits, left)
     running = _texts_per_step(settings, batch.value, needs, most_texts)
     return MemoryCapacity(
         weight_bytes=decide_weight_bytes(demand),
@@ -349,11 +317,7 @@ def decide_encoder_capacity(
 
 
 def refuse_generation_settings(settings: Settings) -> None:
-    """Refuse settings that have no effect for a model that does not generate.
-
-    Raises:
-        PlanImpossible: such a setting does not have its default.
-    """
+    """Raise `PlanImpossible` for settings that have no effect for a model that does not generate."""
     for name in settings_with(generates_only=True):
         value, default = getattr(settings, name), Settings.model_fields[name].default
         if value != default:
@@ -362,7 +326,6 @@ def refuse_generation_settings(settings: Settings) -> None:
 
 
 def _max_step_tokens(settings: Settings, needs: Needs, demand: MemoryDemand, left: MemoryBudget) -> int:
-    """Return the number of tokens of a step that fit in memory."""
     each = activation_bytes_per_token(needs)
     if left.size < MIN_CONTEXT_TOKENS * each:
         raise PlanImpossible(does_not_fit_message(settings, demand, left))
@@ -370,7 +333,6 @@ def _max_step_tokens(settings: Settings, needs: Needs, demand: MemoryDemand, lef
 
 
 def _text_len(settings: Settings, needs: Needs, left: MemoryBudget, fits: int) -> Decision[int]:
-    """Decide the longest text, which must fit in one step."""
     asked, step = settings.max_model_len, settings.max_batch_tokens
     if asked != "auto" and asked > needs.max_model_len:
         raise PlanImpossible(f"max_model_len is {asked}, but the model supports at most {needs.max_model_len} tokens.")
@@ -397,10 +359,7 @@ def _text_len(settings: Settings, needs: Needs, left: MemoryBudget, fits: int) -
 
 
 def _target(settings: Settings, needs: Needs, timing: TrialTiming | None, fits: int, usual: int) -> Decision[int]:
-    """Decide the tokens up to which texts are batched together.
-
-    This is the smallest step at nearly the best measured rate, or the default.
-    """
+    """Decide the tokens up to which texts are batched: the smallest with nearly the best rate, or a default."""
     if settings.max_batch_tokens != "auto":
         return Decision(settings.max_batch_tokens, "Asked for.")
     if needs.kind == "program":
@@ -422,8 +381,7 @@ def _target(settings: Settings, needs: Needs, timing: TrialTiming | None, fits: 
 def _measured_target(timing: TrialTiming | None, least: int, usual: int, unit: str) -> Decision[int] | None:
     """Return the smallest measured size of at least `least` with nearly the best rate.
 
-    None if nothing was measured, or if the rate still rises at the largest measured size and that is below
-    `usual`.
+    None if nothing was measured, or if the rate still rises at the largest measured size and that is below `usual`.
     """
     sizes = sorted(size for size in timing.trial.encode_seconds if size >= least) if timing else []
     if timing is None or not sizes:
@@ -456,31 +414,16 @@ def _enough_for_threads(timing: TrialTiming, found: Decision[int]) -> Decision[i
 
 
 def _smallest_size(rates: Mapping[int, float], share: float) -> int:
-    """Return the smallest size whose rate is at least this share of the best rate."""
     return next(size for size, each in rates.items() if each >= share * max(rates.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderStepLimits:
-    """Limits of a step.
-
-    `target` is the number of tokens up to which texts are batched together, `length` the longest text, and `fits`
-    the number of tokens that fit in memory.
-    """
-
-    target: Decision[int]
-    length: Decision[int]
-    fits: int
-
-
 def _max_batch_tokens(
-    settings: Settings, needs: Needs, fitting: EncoderStepLimits, left: MemoryBudget
+    settings: Settings, needs: Needs, target: Decision[int], length: Decision[int], fits: int, left: MemoryBudget
 ) -> Decision[int]:
-    target, length = fitting.target, fitting.length
     if settings.max_batch_tokens != "auto":
-        if settings.max_batch_tokens > fitting.fits:
+        if settings.max_batch_tokens > fits:
             raise PlanImpossible(
-                f"max_batch_tokens is {settings.max_batch_tokens}, but there is memory for a step of {fitting.fits} tokens: "
+                f"max_batch_tokens is {settings.max_batch_tokens}, but there is memory for a step of {fits} tokens: "
                 f"{left.explanation}."
             )
         return Decision(settings.max_batch_tokens, "Asked for.")
@@ -492,7 +435,6 @@ def _max_batch_tokens(
 
 
 def _texts_per_step(settings: Settings, batch_tokens: int, needs: Needs, most: int) -> Decision[int]:
-    """Decide `max_running_seqs` of a model that does not generate: the number of texts in a step."""
     if settings.max_running_seqs == "auto":
         what = "Requests" if needs.kind == "program" else "Texts"
         return Decision(

@@ -1,8 +1,4 @@
-"""Choice of the device to serve on: the fastest kind that is present, supported and suitable, and one of several GPUs.
-
-The reason says why other devices were not chosen. One process serves on one device; `hardware/plan/memory_budget.py`
-works out its memory.
-"""
+"""Choice of the device to serve on: the fastest kind that is present, supported and suitable, and one of several GPUs."""
 
 from __future__ import annotations
 
@@ -31,9 +27,8 @@ _NO_EXPERTS = "mixtures of experts are served on processors"
 class DevicePlan(PlanPart):
     """Decisions about the device.
 
-    `cuda_device` is nvidia-smi's index. `visible_devices` is the value of CUDA_VISIBLE_DEVICES: the process sees only
-    its GPU, which is index 0 for torch. CUDA lists the fastest GPU first, nvidia-smi sorts by bus. A UUID means the
-    same to both, so nothing is allocated on another GPU.
+    `cuda_device` is nvidia-smi's index. `visible_devices` is the value of CUDA_VISIBLE_DEVICES: CUDA lists the fastest
+    GPU first, nvidia-smi sorts by bus, but a UUID means the same to both.
     """
 
     device: Decided[str] = Decided(ALL_KINDS)
@@ -50,7 +45,6 @@ class DeviceChoice:
 
     @classmethod
     def without_gpu(cls, device: Decision[str]) -> DeviceChoice:
-        """Return the choice of a device that is not an NVIDIA GPU."""
         reason = "No NVIDIA GPU is used."
         return cls(DevicePlan(device, Decision(None, reason), Decision(None, reason)))
 
@@ -58,12 +52,7 @@ class DeviceChoice:
 def choose_device(
     facts: Facts, settings: Settings, needs: Needs | None, recipes: Collection[RecipeKey]
 ) -> DeviceChoice:
-    """Choose the device.
-
-    Raises:
-        PlanImpossible: the requested device is absent or unsuitable.
-        NoRecipe: no weights recipe exists for the requested device.
-    """
+    """Choose the device. Raises `PlanImpossible` if it is absent or unsuitable, `NoRecipe` if it has none."""
     built = frozenset(kind for kind, architecture, _ in recipes if architecture == facts.architecture)
     device = (
         _forced_device(facts, settings.device, needs, built)
@@ -124,7 +113,6 @@ def decide_kernel_folder(settings: Settings, kind: str) -> Decision[str | None]:
 
 
 def _forced_device(facts: Facts, kind: str, needs: Needs | None, built: Collection[str]) -> Decision[str] | None:
-    """Return the decision for a requested kind; None if no recipe exists for it."""
     if kind == "cuda" and not facts.cuda:
         raise PlanImpossible(
             "device is cuda, but neither nvidia-smi nor /proc/driver/nvidia lists a GPU. Check that the driver is installed and "
@@ -144,7 +132,6 @@ def _forced_device(facts: Facts, kind: str, needs: Needs | None, built: Collecti
 
 
 def _best_device(facts: Facts, needs: Needs | None, built: Collection[str]) -> Decision[str] | None:
-    """Return the fastest usable kind of device; None if no recipe exists for any."""
     here = [
         (kind, name)
         for kind, name, present in (("cuda", _gpus(facts), bool(facts.cuda)), ("mps", "The Apple GPU (MPS)", facts.mps))

@@ -1,7 +1,7 @@
-"""Arithmetic of memory: the bytes that a configuration needs, and those left for the KV cache. It decides nothing.
+"""Arithmetic of memory: the bytes that a configuration needs, and the bytes left for the KV cache.
 
-Most NVIDIA GPUs have their own memory. An Apple GPU and NVIDIA's small boards share the machine's memory, so the
-process itself counts too.
+Most NVIDIA GPUs have their own memory. An Apple GPU and NVIDIA's small boards share the machine's, so the process
+itself counts too.
 """
 
 from __future__ import annotations
@@ -56,14 +56,29 @@ USEFUL_SEQS, USEFUL_TOKENS = 8, 1024
 # Sequences that a draft model drafts for at the same time; its KV cache holds this number of sequences of
 # `USEFUL_TOKENS` tokens each. With more sequences, steps are too full for draft tokens to pay.
 DRAFT_SEQS = USEFUL_SEQS
+# Estimates that were not verified on a device yet (docs/hardware.md). The context is the driver's, with the kernels of
+# torch, cuBLAS and this package, and cuBLAS' workspaces (32 MiB a stream on Hopper). The graphs are what captured
+# steps keep in addition to the shared activations.
+CONTEXT_BYTES = 768 * MIB
+GRAPHS_BYTES = 512 * MIB
+METAL_BYTES = 256 * MIB  # the GPU's pipelines and command buffers
+HOST_BYTES = (
+    GIB  # Python, torch with its CUDA libraries and pinned buffers, without a model; mapped weight files can be dropped
+)
+PROCESS_BYTES = 400 * MIB  # like on a processor, used if the device shares the machine's memory
+# 1/32 of the memory, at most 2 GiB, is left for the allocator's fragmentation.
+SLACK_DIVISOR, MAX_SLACK_BYTES = 32, 2 * GIB
+# Apple, recommendedMaxWorkingSetSize as reported for Macs of 8 to 192 GB: two thirds up to 36 GiB of memory, three
+# quarters above.
+_SMALL_MAC_BYTES = 36 * GIB
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """Memory that a configuration needs: a checkpoint in one precision and its KV cache in another.
+    """Memory that a checkpoint needs in one precision, with its KV cache in another.
 
-    The memory is that of one memory node, of all nodes (None), or of a device. With `int8_copy`, layers also have
-    8-bit weights.
+    The memory is that of one memory node, of all nodes (None), or of a device. `int8_copy`: layers also have 8-bit
+    weights.
     """
 
     needs: Needs | None
@@ -75,12 +90,10 @@ class MemoryDemand:
 
     @property
     def kind(self) -> str:
-        """Kind of the device."""
         return "cpu" if self.device is None else self.device.kind
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in memory."""
         if self.needs is None:
             return 0
         exact_bytes = 4 if self.kv_precision == "fp32" else 2
@@ -94,10 +107,7 @@ class MemoryDemand:
         return held.get(self.precision, self.needs.weight_bytes) + added
 
     def draft_bytes(self, reserved: bool = False) -> int:
-        """Return the bytes of a draft model: its weights, keys and values; 0 without one.
-
-        With `reserved`, all address space of keys and values counts, as it does under strict overcommit.
-        """
+        """Return the bytes of a draft model, 0 without one; `reserved`: all address space of its KV counts."""
         if self.needs is None or self.needs.draft is None:
             return 0
         draft, precision = self.needs.draft, draft_precision(self.precision, KV_PRECISIONS[self.kv_precision][1])
@@ -108,7 +118,6 @@ class MemoryDemand:
 
     @property
     def weights_name(self) -> str:
-        """Precision of the weights, for a sentence."""
         return f"{self.precision} with an int8 copy" if self.int8_copy else self.precision
 
     @property
@@ -131,12 +140,7 @@ class MemoryDemand:
 
 
 def draft_precision(precision: str, kv_element_bytes: int) -> str:
-    """Return the precision of a draft model's weights: that of the model, or 16 or 32 bits beside a format of torchao.
-
-    Args:
-        precision: The precision of the model's weights.
-        kv_element_bytes: Bytes of an element of keys and values.
-    """
+    """Return the precision of a draft model's weights: the model's, or 16 or 32 bits beside torchao's formats."""
     if not is_torchao(precision):
         return precision
     return "fp32" if kv_element_bytes == 4 else "bf16"
@@ -150,14 +154,8 @@ def draft_kv_tokens(max_model_len: int) -> int:
 def torchao_bytes(needs: Needs, held: Mapping[str, int], quantization: str, exact_bytes: int) -> int:
     """Return the bytes of weights in a format of torchao, up to some percent too many.
 
-    The layers have codes and scales; the output layer, and layers without whole groups, are exact. What no product
-    multiplies is held as in every other precision.
-
-    Args:
-        needs: The model.
-        held: Bytes of its weights by precision.
-        quantization: The config of torchao.
-        exact_bytes: Bytes of an exact weight.
+    `held` are the bytes of the model's weights by precision. The layers have codes and scales; the output layer, and
+    layers without whole groups, have `exact_bytes` per weight.
     """
     if not needs.layer_weights or "bf16" not in held:
         return max(held.values(), default=needs.weight_bytes)
@@ -171,10 +169,7 @@ def torchao_bytes(needs: Needs, held: Mapping[str, int], quantization: str, exac
 
 
 def kv_bytes_per_token(needs: Needs, kv_precision: str) -> int:
-    """Return the bytes of one token's keys and values in all layers.
-
-    In int8, each head of keys and of values also has an FP32 scale.
-    """
+    """Return the bytes of one token's keys and values in all layers; in int8 with an FP32 scale per head."""
     if kv_precision != "int8":
         return needs.kv_elements_per_token * KV_PRECISIONS[kv_precision][1]
     if not needs.kv_elements_per_token:
@@ -186,10 +181,7 @@ def kv_bytes_per_token(needs: Needs, kv_precision: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes available for the KV cache (negative if the rest does not fit), with the numbers they come from.
-
-    `explanation` and `source` are parts of sentences for the operator.
-    """
+    """Bytes available for the KV cache (negative if the rest does not fit), with the numbers for a sentence."""
 
     size: int
     headroom: int
@@ -214,7 +206,6 @@ def memory_budget(facts: Facts, demand: MemoryDemand, batch_tokens: int, running
 
 
 def _available_and_overhead(facts: Facts, demand: MemoryDemand) -> tuple[int, str, int]:
-    """Return the available bytes, a description of their source, and the fixed overhead of the process."""
     device = demand.device
     if device is not None:
         return device.available_bytes, device.source, device.overhead_bytes + device.slack_bytes
@@ -284,7 +275,6 @@ def available_memory(facts: Facts, node: int | None) -> tuple[int, str]:
 
 
 def _activation_bytes(demand: MemoryDemand, batch_tokens: int, running: int) -> int:
-    """Return the bytes of the widest layer for a full step, and of the logits of all running sequences."""
     needs = demand.needs
     if needs is None:
         return 0
@@ -311,36 +301,12 @@ def useful_kv_cache_bytes(settings: Settings, demand: MemoryDemand) -> int:
     return max(tokens, 0 if settings.max_model_len == "auto" else length) * demand.kv_bytes_per_token
 
 
-# Estimates that were not verified on a device yet (docs/hardware.md). The context is the driver's, with the kernels of
-# torch, cuBLAS and this package, and cuBLAS' workspaces (32 MiB a stream on Hopper). The graphs are what captured
-# steps keep in addition to the shared activations.
-CONTEXT_BYTES = 768 * MIB
-
-GRAPHS_BYTES = 512 * MIB
-
-METAL_BYTES = 256 * MIB  # the GPU's pipelines and command buffers
-
-HOST_BYTES = (
-    GIB  # Python, torch with its CUDA libraries and pinned buffers, without a model; mapped weight files can be dropped
-)
-
-PROCESS_BYTES = 400 * MIB  # like on a processor, used if the device shares the machine's memory
-
-# 1/32 of the memory, at most 2 GiB, is left for the allocator's fragmentation.
-SLACK_DIVISOR, MAX_SLACK_BYTES = 32, 2 * GIB
-
-# Apple, recommendedMaxWorkingSetSize as reported for Macs of 8 to 192 GB: two thirds up to 36 GiB of memory, three
-# quarters above.
-_SMALL_MAC_BYTES = 36 * GIB
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Memory of the device that serves.
 
-    `available_bytes` is free before this process allocates anything. `overhead_bytes` is the fixed overhead, without
-    weights, keys, values and activations; `overhead_name` names it. `source` and `host_note` are parts of sentences
-    for the operator.
+    `available_bytes` is free before this process allocates anything. `overhead_bytes` is fixed, without weights, keys,
+    values and activations. Texts are parts of sentences for the operator.
     """
 
     kind: str
@@ -357,11 +323,7 @@ class DeviceMemory:
 
 
 def find_device_memory(facts: Facts, settings: Settings, kind: str, gpu: CudaDevice | None) -> DeviceMemory | None:
-    """Return the memory of the chosen device; None on a processor.
-
-    Raises:
-        PlanImpossible: the host has too little memory for the process itself.
-    """
+    """Return the memory of the device; None on a processor. Raises `PlanImpossible`: the host has too little."""
     if kind == "cpu":
         return None
     if kind == "mps":

@@ -1,8 +1,4 @@
-"""The serving plan: `make_plan` decides everything about one process on one machine.
-
-Every choice has a reason. The function is pure and needs no torch. It never changes a setting silently: a value
-that was set is used, or `PlanImpossible` says why not. The choices are made in the other modules of this folder.
-"""
+"""The serving plan: pure `make_plan` decides everything about one process on one machine, with reasons."""
 
 from __future__ import annotations
 
@@ -12,28 +8,278 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.errors import NoRecipe, PlanImpossible
-from app.hardware.decision import Decided, Decision, Measurements, RecipeKey
+from app.hardware.decision import ALL_KINDS, Decided, Decision, Measurements, PlanPart, RecipeKey
 from app.hardware.facts import CudaDevice, Facts, Needs, to_json_value
-from app.hardware.plan import capacity, devices, memory_budget, speed, step_options
+from app.hardware.plan import capacity, devices, memory_budget, speed
 from app.hardware.plan import threads as parallel
 from app.hardware.plan.capacity import MemoryCapacity
-from app.hardware.plan.devices import DeviceChoice, DevicePlan
+from app.hardware.plan.devices import DEVICE_KERNELS, DeviceChoice, DevicePlan
 from app.hardware.plan.memory_budget import MemoryDemand
-from app.hardware.plan.precision import PrecisionCandidates, available_precisions
-from app.hardware.plan.speed import NO_TRIALS, EstimateInputs, SpeedEstimate, TrialTimings, known_timing
-from app.hardware.plan.step_options import StepOptions
+from app.hardware.plan.precision import (
+    QUANTIZED_PRECISIONS,
+    PrecisionCandidates,
+    available_precisions,
+    is_batch_invariant,
+)
+from app.hardware.plan.speed import (
+    NO_TRIALS,
+    SEVERAL_SEQS,
+    TYPICAL_CONTEXT,
+    EstimateInputs,
+    SpeedEstimate,
+    TrialTiming,
+    TrialTimings,
+    known_timing,
+)
 from app.hardware.plan.threads import ThreadPlan
 from app.hardware.plan.weights import WeightsAndKv, check_torch_can_run, decide_weights_and_kv
 from app.hardware.probe import software
+from app.hardware.probe.software import TORCH_KERNELS, WIDENING_LEVELS
+from app.hardware.step_times import MIN_TARGET_SECONDS, MIXED_TO_DECODE_RATIO
 from app.settings import Settings
+from armature_kernels.linear.torchao_config import is_torchao
+
+
+@dataclass(frozen=True)
+class StepOptions(PlanPart):
+    """Decisions about steps.
+
+    `itl_target_seconds` None: relative to the decode steps measured while serving. `compile`: steps are recorded and
+    replayed. `prompt_cache` is the folder in which prefixes are kept.
+    """
+
+    itl_target_seconds: Decided[float | None] = Decided(("decoder",))
+    compile: Decided[bool] = Decided(ALL_KINDS)
+    calibrate: Decided[bool] = Decided()
+    speculation: Decided[bool] = Decided(("decoder",))
+    draft_model: Decided[str | None] = Decided(("decoder",))
+    prompt_cache: Decided[str | None] = Decided(("decoder",))
+    prompt_cache_bytes: Decided[int] = Decided((), "bytes")
+    deterministic: Decided[bool] = Decided()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptionInputs:
+    needs: Needs | None
+    device: str
+    level: str
+    precision: str
+    int8_copy: bool = False
+    timing: TrialTiming | None = None
+
+
+def decide_step_options(settings: Settings, measurements: Measurements | None, served: StepOptionInputs) -> StepOptions:
+    return StepOptions(
+        itl_target_seconds=_itl_target(settings, served),
+        compile=_decide_recording(settings, served),
+        calibrate=_calibrate(settings, measurements, served),
+        speculation=_speculation(settings, served),
+        draft_model=_draft_model(settings, served),
+        prompt_cache=_prompt_cache(settings, served),
+        prompt_cache_bytes=Decision(
+            settings.prompt_cache_bytes, "Bound of the files of the prompt cache; the least recently used are removed."
+        ),
+        deterministic=decide_deterministic(
+            settings, served.precision, served.int8_copy, served.level, served.needs is None or served.needs.generates
+        ),
+    )
+
+
+def _itl_target(settings: Settings, served: StepOptionInputs) -> Decision[float | None]:
+    """Decide the target of the inter-token latency; None: relative to decode steps, so that all can meet it."""
+    if settings.itl_target_ms != "auto":
+        return Decision(settings.itl_target_ms / 1000, "Asked for.")
+    if served.needs is not None and not served.needs.generates:
+        return Decision(None, "This model does not generate.")
+    timing = served.timing
+    rule = f"A step with a prompt chunk may take {MIXED_TO_DECODE_RATIO:g} times as long as one of decodes alone, as measured while serving"
+    least = f"and at least {MIN_TARGET_SECONDS * 1000:.0f} ms"
+    if timing is None:
+        return Decision(None, f"{rule}, {least}.")
+    alone = timing.steps.decode(SEVERAL_SEQS, SEVERAL_SEQS * TYPICAL_CONTEXT)
+    target = max(MIXED_TO_DECODE_RATIO * alone, MIN_TARGET_SECONDS)
+    return Decision(
+        None,
+        f"{rule}, {least}: about {target * 1000:.0f} ms with {SEVERAL_SEQS} sequences, whose steps take {alone * 1000:.1f} ms.",
+    )
+
+
+def _decide_recording(settings: Settings, served: StepOptionInputs) -> Decision[bool]:
+    if settings.compile == "off":
+        return Decision(False, "Asked for: every step runs in Python.")
+    if served.needs is not None and served.needs.kind == "program":
+        return _program_recording(settings)
+    if served.device != "cpu":
+        return _decide_capture(settings, served)
+    if is_torchao(served.precision):
+        if settings.compile == "on":
+            raise PlanImpossible(
+                "compile is on, but torchao multiplies, and only native kernels can be recorded: leave it at auto."
+            )
+        return Decision(False, "torchao multiplies; only operations of the native kernels can be recorded.")
+    if served.level != TORCH_KERNELS:
+        asked = "Asked for: a" if settings.compile == "on" else "A"
+        return Decision(
+            True,
+            f"{asked} step's operations, which are all native in {served.precision}, are recorded once and replayed by one native call, "
+            "without a compiler and without a longer start.",
+        )
+    if settings.compile == "on":
+        raise PlanImpossible(
+            "compile is on, but the native kernels cannot run here, and only their operations can be recorded and replayed: "
+            "leave it at auto."
+        )
+    return Decision(False, "Only operations of the native kernels can be recorded, and they cannot run here.")
+
+
+def _decide_capture(settings: Settings, served: StepOptionInputs) -> Decision[bool]:
+    kind = served.device
+    if kind == "cuda":
+        asked = "Asked for: s" if settings.compile == "on" else "S"
+        which = "that only decode" if served.needs is None or served.needs.generates else "of few short texts"
+        return Decision(
+            True, f"{asked}teps {which} are captured once for each size of batch, and replayed (CUDA graphs)."
+        )
+    if settings.compile == "on":
+        raise PlanImpossible(f"compile is on, but on {kind} nothing can be captured and replayed: leave it at auto.")
+    return Decision(False, "On an Apple GPU nothing can be captured and replayed.")
+
+
+def _program_recording(settings: Settings) -> Decision[bool]:
+    if settings.compile == "on":
+        raise PlanImpossible(
+            "compile is on, but an exported program has its own operations, and only native kernels can be recorded: leave it at auto."
+        )
+    return Decision(False, "An exported program has its own operations; only native kernels can be recorded.")
+
+
+def _calibrate(settings: Settings, measurements: Measurements | None, served: StepOptionInputs) -> Decision[bool]:
+    if settings.calibrate == "off":
+        return Decision(False, "Asked for: decided from facts alone.")
+    if served.needs is not None and served.needs.rows_vary:
+        return Decision(False, "The cost of a row of this program depends on dimensions that each request chooses.")
+    if measurements is None:
+        return Decision(
+            True,
+            "This machine will be measured with this model's shapes before weights are read; later starts reuse the results.",
+        )
+    same = [trial.noise for trial in measurements.trials if trial.precision == served.precision]
+    if same and all(same):
+        return Decision(
+            True, f"Measured in {measurements.seconds:.1f} s, but {same[0]}: the server measures again while idle."
+        )
+    if measurements.fallback:
+        return Decision(True, f"Measured, but decided from facts alone, since {measurements.fallback}.")
+    if measurements.is_partial:
+        return Decision(
+            True,
+            "Measured while the server was idle, since no start could: armature calibrate measures all precisions.",
+        )
+    return Decision(True, f"Measured on this machine with this model's shapes, in {measurements.seconds:.1f} s.")
+
+
+def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]:
+    if settings.speculation == "off":
+        return Decision(False, "Asked for.")
+    if served.device != "cpu" or (served.needs is not None and not served.needs.generates):
+        return Decision(False, "Only for models that generate, on processors.")
+    if settings.draft_model is not None:
+        return Decision(
+            True,
+            "Tokens after a repeated phrase (n-gram speculation) or of the draft model are verified in one step: for each sequence those "
+            "that were measured to gain more, and none while neither gains anything.",
+        )
+    return Decision(
+        True,
+        "Tokens after a repeated phrase are drafted and verified in one step (n-gram speculation); it pauses while it gains nothing.",
+    )
+
+
+def _draft_model(settings: Settings, served: StepOptionInputs) -> Decision[str | None]:
+    """Decide which model drafts beside n-gram lookup. Raises `PlanImpossible` where nothing is drafted."""
+    if settings.draft_model is None:
+        return Decision(None, "Not asked for: only n-gram lookup drafts.")
+    if settings.speculation == "off":
+        raise PlanImpossible("draft_model is set, but speculation is off: set it to auto, or leave draft_model out.")
+    if served.device != "cpu":
+        raise PlanImpossible(
+            f"draft_model is set, but models draft on processors only, and the device is {served.device}: leave it out, or serve on "
+            "the processor (device=cpu)."
+        )
+    draft = None if served.needs is None else served.needs.draft
+    size = "" if draft is None else f" with {draft.num_parameters:,} parameters"
+    return Decision(
+        str(settings.draft_model),
+        f"Asked for: a model{size}, whose drafts decide the speed and not the text; its weights have the precision of the model's.",
+    )
+
+
+def _prompt_cache(settings: Settings, served: StepOptionInputs) -> Decision[str | None]:
+    if settings.prompt_cache is None:
+        return Decision(None, "Not asked for: prefixes are cached in memory only.")
+    if served.device != "cpu":
+        raise PlanImpossible(
+            "prompt_cache is set, but keys and values in a GPU's memory are not kept: leave it out, or serve on the processor "
+            "(device=cpu)."
+        )
+    return Decision(
+        str(settings.prompt_cache.expanduser()),
+        "Asked for: keys and values of prompts are written to this folder while nothing is computed, and read where that is "
+        "faster than computing. Prompts can be recovered from it.",
+    )
+
+
+def decide_deterministic(
+    settings: Settings, chosen: str, copy: bool, level: str, generates: bool = True
+) -> Decision[bool]:
+    """Decide if results are independent of other rows, bit for bit. Raises `PlanImpossible` if they cannot be."""
+    if settings.deterministic == "off":
+        what = ", and so occasionally a token" if generates else ""
+        widens = chosen in QUANTIZED_PRECISIONS and level in WIDENING_LEVELS
+        widened = " (with many rows it is multiplied in BF16)" if widens else ""
+        return Decision(False, f"Not asked for: what else is in the batch may change a result slightly{what}{widened}.")
+    if level in DEVICE_KERNELS.values():
+        raise PlanImpossible(
+            "deterministic is on, but on a GPU the order of sums depends on what else is in the batch: leave it off, or "
+            "serve on the processor (device=cpu)."
+        )
+    if level == TORCH_KERNELS:
+        raise PlanImpossible(
+            "deterministic is on, but the native kernels cannot run here, and the order of sums in torch's products depends on "
+            "what else is in the batch: leave it off."
+        )
+    if not is_batch_invariant(chosen, level):
+        raise PlanImpossible(
+            f"deterministic is on, but precision is {chosen}: set it to fp32, bf16, int8 or int4, whose products sum in one order "
+            "for any number of rows."
+        )
+    if copy:
+        raise PlanImpossible(
+            "deterministic and int8_copy are both on, but the weights used for a row then depend on the batch: turn one of them off."
+        )
+    if not generates:
+        return Decision(
+            True,
+            f"Asked for: products in {chosen} sum in one order for any number of rows, and attention covers each text alone.",
+        )
+    return Decision(
+        True,
+        f"Asked for: products in {chosen} sum in one order for any number of rows, and prompts use the attention of decodes; "
+        "attention of prompts is slower, and all logits are written for each sampled token.",
+    )
+
+
+DECLARED: Mapping[str, Decided[Any]] = {
+    name: field
+    for part in (DevicePlan, WeightsAndKv, ThreadPlan, MemoryCapacity, StepOptions, SpeedEstimate)
+    for name, field in vars(part).items()
+    if isinstance(field, Decided)
+}
 
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """Every choice for one process on one machine, in the parts that name and explain them.
-
-    `plan.memory.max_model_len` is a value, and `plan.decisions["max_model_len"].reason` says why.
-    """
+    """Every choice for one process, in parts: `plan.memory.max_model_len`, `plan.decisions["..."].reason`."""
 
     placement: DevicePlan
     weights: WeightsAndKv
@@ -44,7 +290,6 @@ class ServingPlan:
 
     @property
     def decisions(self) -> Mapping[str, Decision[Any]]:
-        """Every decision by its name, which is unique in all parts."""
         return {name: decision for part in vars(self).values() for name, decision in part.decisions.items()}
 
     def changed(self, **values: Any) -> ServingPlan:
@@ -59,7 +304,6 @@ class ServingPlan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the value and the reason of each choice."""
         return {
             name: {"value": to_json_value(decision.value), "reason": decision.reason}
             for name, decision in self.decisions.items()
@@ -104,14 +348,6 @@ class ServingPlan:
         return {**device_order, **{name: value for name, value in variables.items() if value is not None}}
 
 
-DECLARED: Mapping[str, Decided[Any]] = {
-    name: field
-    for part in (DevicePlan, WeightsAndKv, ThreadPlan, MemoryCapacity, StepOptions, SpeedEstimate)
-    for name, field in vars(part).items()
-    if isinstance(field, Decided)
-}
-
-
 def make_plan(
     facts: Facts,
     measurements: Measurements | None,
@@ -119,46 +355,35 @@ def make_plan(
     needs: Needs | None,
     recipes: Collection[RecipeKey],
 ) -> ServingPlan:
-    """Decide everything.
-
-    Raises:
-        PlanImpossible: a setting cannot be satisfied on this machine.
-        NoRecipe: no weights recipe exists for what was asked for.
-    """
+    """Decide everything. Raises `PlanImpossible` or `NoRecipe` for what cannot be satisfied."""
     check_torch_can_run(facts)
-    inputs = _PlanInputs(facts, measurements, settings, needs, recipes)
     choice = devices.choose_device(facts, settings, needs, recipes)
     try:
-        return _plan_on(choice, inputs)
+        return _plan_on(choice, facts, measurements, settings, needs, recipes)
     except (PlanImpossible, NoRecipe) as refusal:
         fallback = devices.fallback_to_cpu(choice, settings, refusal.message)
         if fallback is None:
             raise
         try:
-            return _plan_on(fallback, inputs)
+            return _plan_on(fallback, facts, measurements, settings, needs, recipes)
         except (PlanImpossible, NoRecipe):
             raise refusal from None  # the processor cannot serve it either
 
 
-@dataclass(frozen=True, slots=True)
-class _PlanInputs:
-    """Arguments of `make_plan`."""
-
-    facts: Facts
-    measurements: Measurements | None
-    settings: Settings
-    needs: Needs | None
-    recipes: Collection[RecipeKey]
-
-
-def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
-    facts, measurements, settings, needs = inputs.facts, inputs.measurements, inputs.settings, inputs.needs
+def _plan_on(
+    choice: DeviceChoice,
+    facts: Facts,
+    measurements: Measurements | None,
+    settings: Settings,
+    needs: Needs | None,
+    recipes: Collection[RecipeKey],
+) -> ServingPlan:
     kind = choice.plan.device
     device = memory_budget.find_device_memory(facts, settings, kind, choice.gpu)
     kernels = software.decide_native_kernels(facts) if device is None else devices.decide_device_kernels(kind)
     all_threads = _decide_threads(facts, settings, kind)
     node, trials = all_threads.numa_node, TrialTimings.from_measurements(measurements)
-    built = available_precisions(inputs.recipes, kind, facts.architecture, settings)
+    built = available_precisions(recipes, kind, facts.architecture, settings)
     candidates = PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device)
     weights = decide_weights_and_kv(candidates, kernels, measurements, all_threads.threads)
     cpu = _decide_threads(facts, settings, kind, trials, weights.precision)
@@ -171,13 +396,13 @@ def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
     else:
         memory = capacity.decide_encoder_capacity(facts, settings, demand, timing, expected)
     limits = speed.SpeedLimits(memory.batch_target_tokens, memory.max_running_seqs, memory.weight_bytes)
-    served = step_options.StepOptionInputs(needs, kind, kernels.value, weights.precision, weights.int8_copy, timing)
+    served = StepOptionInputs(needs, kind, kernels.value, weights.precision, weights.int8_copy, timing)
     return ServingPlan(
         choice.plan,
         weights,
         cpu,
         memory,
-        step_options.decide_step_options(settings, measurements, served),
+        decide_step_options(settings, measurements, served),
         speed.estimate_speed(measurements, speed.SpeedInputs(needs, weights.precision, limits, expected)),
     )
 

@@ -1,7 +1,6 @@
 """Decisions about the precision of the weights, and of single layers.
 
-The precision depends on the recipes that exist, on the memory, and on the speed: measured, or estimated if it was not
-measured. A faster precision that costs quality must gain enough.
+They depend on recipes, memory, and measured or estimated speed. A faster precision that costs quality must gain enough.
 """
 
 from __future__ import annotations
@@ -82,7 +81,6 @@ class PrecisionCandidates:
 
     @property
     def kind(self) -> str:
-        """Kind of the device."""
         return "cpu" if self.device is None else self.device.kind
 
     def cost_phrase(self, name: str) -> str:
@@ -101,10 +99,7 @@ class PrecisionCandidates:
         return 0 < self.settings.quality_budget >= cost
 
     def batch_invariant_only(self, names: Sequence[str]) -> Sequence[str]:
-        """Return the precisions that are batch invariant if `deterministic` is on, else all.
-
-        If none is batch invariant, all are returned, and the setting is refused later.
-        """
+        """Return the batch-invariant precisions with `deterministic`, else all; all too if none is."""
         if not needs_batch_invariance(self.settings):
             return names
         return [name for name in names if is_batch_invariant(name, self.level)] or names
@@ -112,24 +107,18 @@ class PrecisionCandidates:
     def may_follow_speed(self, start: str) -> bool:
         """Return False if a setting that was made suits only some precisions: then speed does not choose another one.
 
-        Otherwise a plan made before the measurement could be served, and the one made after it would be refused, or the
-        reverse.
+        Otherwise a plan made before the measurement could be served, and the one made after it refused.
         """
         asked = self.settings
         suits_only_quantized = asked.int8_copy == "on" or bool(asked.keep_layers)
         return not (suits_only_quantized or (asked.kv_precision != "auto" and start == "fp32"))
 
     def estimate_inputs(self, measurements: Measurements | None) -> EstimateInputs:
-        """Return what estimates of speed depend on."""
         return EstimateInputs(self.facts, self.needs, self.level, self.kind, measurements)
 
 
 def choose_precision(candidates: PrecisionCandidates, measurements: Measurements | None, threads: int) -> Decision[str]:
-    """Choose a precision for `auto`.
-
-    This is the reference precision, or a smaller one if that does not fit or if the smaller one gains enough. The speed
-    of a precision that was not timed is estimated.
-    """
+    """Choose a precision for `auto`: the reference precision, or a smaller one if that fits or gains enough."""
     reference = reference_precision(candidates)
     names = candidates.batch_invariant_only(
         [reference, *(name for name in AUTO_PRECISIONS if name in candidates.available)]
@@ -162,7 +151,6 @@ def _choose_known(
 
 
 def _costly_phrase(candidates: PrecisionCandidates, names: Sequence[str]) -> str:
-    """Return a sentence on the precisions that `quality_budget` excludes."""
     budget = candidates.settings.quality_budget
     if budget == 0:
         return "quality_budget is 0, so weights are not quantized."
@@ -171,11 +159,7 @@ def _costly_phrase(candidates: PrecisionCandidates, names: Sequence[str]) -> str
 
 
 def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
-    """Return the decision for a precision or a config of torchao that was set.
-
-    Raises:
-        PlanImpossible: A config of torchao was set for an exported program.
-    """
+    """Return the decision for what was set. Raises `PlanImpossible` for torchao with an exported program."""
     chosen = candidates.settings.weight_format
     if is_torchao(chosen):
         if candidates.needs is not None and candidates.needs.kind == "program":
@@ -196,7 +180,7 @@ def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
 
 
 def kleidi_candidates(facts: Facts, device: str) -> tuple[str, ...]:
-    """Return torchao's formats of four bits that KleidiAI multiplies, if torch has it here: group 32, then per channel.
+    """Return torchao's formats of four bits that KleidiAI multiplies here: group 32, then per channel.
 
     Without BF16 products there are none: activations, keys and values would be twice as large as with our int4.
     """
@@ -210,7 +194,7 @@ def choose_int4_kernels(
     """Choose between our int4 and KleidiAI's through torchao, if int4 was chosen and both were measured.
 
     torchao rounds to nearest, without a text and without 8-bit layers, so its gain must be worth that. With one scale
-    for each output it loses too much to be chosen unasked; its speed is only named.
+    for each output it loses too much to be chosen unasked.
     """
     now, settings = trials.find("int4", threads), candidates.settings
     if chosen.value != "int4" or now is None or "on" in (settings.deterministic, settings.int8_copy, settings.compile):
@@ -236,12 +220,7 @@ def choose_int4_kernels(
 def available_precisions(
     recipes: Collection[RecipeKey], kind: str, architecture: str, settings: Settings
 ) -> frozenset[str]:
-    """Return the precisions that have a recipe for this device.
-
-    Raises:
-        NoRecipe: the requested precision, or every precision that could be chosen, has no recipe.
-        PlanImpossible: quantization is no config of torchao, or contradicts the requested precision.
-    """
+    """Return the precisions with a recipe for this device. Raises `NoRecipe`, or `PlanImpossible`."""
     built = frozenset(name for device, built_for, name in recipes if (device, built_for) == (kind, architecture))
     if settings.quantization:
         with raise_kernel_errors_as(PlanImpossible):
@@ -268,7 +247,6 @@ def list_recipes(recipes: Collection[RecipeKey]) -> str:
 
 
 def needs_batch_invariance(settings: Settings) -> bool:
-    """Return whether a result must not depend on what else is in the batch: `deterministic` is on."""
     return settings.deterministic == "on"
 
 
@@ -283,10 +261,7 @@ def bf16_products(facts: Facts) -> str | None:
 
 
 def unquantized_precision(facts: Facts, kind: str) -> str:
-    """Return the precision of weights that are not quantized: a 16-bit one if products with it are fast, else FP32.
-
-    An M1 has only FP16.
-    """
+    """Return the precision of weights that are not quantized: 16 bits if such products are fast, else FP32."""
     if kind == "cuda":
         return "bf16"
     if kind == "mps":
@@ -297,9 +272,9 @@ def unquantized_precision(facts: Facts, kind: str) -> str:
 def exact_precision(facts: Facts, kind: str, needs: Needs | None, level: str) -> str:
     """Return the precision of weights that are not quantized, for this checkpoint.
 
-    A decoder that is stored in BF16 stays so on a processor without BF16 products too, if the native kernels run:
-    they read half the bytes of FP32 and widen them. One that is stored in eight bits or fewer is widened to BF16, whose
-    rounding is finer than that of the file. Without a checkpoint, the answer is for a decoder in BF16, as most are.
+    A decoder in BF16 stays so on a processor without BF16 products too, if the native kernels run: they read half the
+    bytes of FP32 and widen them. One in eight bits or fewer is widened to BF16. Without a checkpoint, the answer is for
+    a decoder in BF16.
     """
     name = unquantized_precision(facts, kind)
     narrow = needs is None or (needs.generates and bool(needs.stored_quantization or needs.stored_dtype == "bfloat16"))
@@ -353,11 +328,7 @@ def _cost_phrase(candidates: PrecisionCandidates, name: str) -> str:
 
 
 def fitting_precisions(candidates: PrecisionCandidates, names: Sequence[str]) -> list[str]:
-    """Return the precisions that leave memory for a useful KV cache.
-
-    Without any, the last one that can serve at all; without any of those, the smallest, for the numbers in the
-    refusal.
-    """
+    """Return the precisions that leave memory for a useful KV cache, else the last that serves, else the smallest."""
     needs = candidates.needs
     if needs is None:
         return [names[0]]
@@ -370,7 +341,6 @@ def fitting_precisions(candidates: PrecisionCandidates, names: Sequence[str]) ->
 
 
 def _is_useful(candidates: PrecisionCandidates, name: str) -> bool:
-    """Return True if a precision leaves memory for a useful KV cache."""
     demand = _demand(candidates, name)
     left = smallest_step_budget(candidates.facts, candidates.settings, demand).size
     return candidates.needs is not None and left >= useful_kv_cache_bytes(candidates.settings, demand)
@@ -451,12 +421,10 @@ def _consider_int4(chosen: Decision[str], now: TrialTiming, int4: TrialTiming, c
 
 
 def _word(timing: TrialTiming) -> str:
-    """Return the first word of a sentence about a rate at one sequence."""
     return "Estimated" if timing.source == "estimated" else "Measured"
 
 
 def _against(timing: TrialTiming, other: TrialTiming) -> str:
-    """Return the word before a second rate if it does not come from where the first one does."""
     return "" if _word(timing) == _word(other) else "an estimated " if timing.source == "estimated" else "a measured "
 
 
@@ -468,11 +436,7 @@ def _decode_rates(timing: TrialTiming) -> str:
 
 
 def decide_kept_layers(settings: Settings, chosen: str, kind: str) -> Decision[tuple[tuple[str, str], ...]]:
-    """Decide which layers have another precision than the other quantized ones: those that were asked for.
-
-    Raises:
-        PlanImpossible: keep_layers is set, but the weights are not quantized by our formats.
-    """
+    """Decide which layers have another precision. Raises `PlanImpossible` if the rest is not quantized by us."""
     kept = parse_kept_layers(settings.keep_layers)
     if kept and (chosen not in QUANTIZED_PRECISIONS or kind != "cpu"):
         raise PlanImpossible(
@@ -488,8 +452,7 @@ def choose_vector_precision(
     """Choose a precision for `auto` for a model whose results are vectors, labels or arrays.
 
     It is the reference precision if that fits, or int8 if it was measured fast enough and the cosine of the model's
-    vectors is within `quality_budget`. The cosine is measured when the weights are packed; one that costs too much is
-    then replaced. Of labels and arrays the cost is not measured, so they stay exact.
+    vectors, measured when the weights are packed, is within `quality_budget`. Labels and arrays stay exact.
     """
     reference = reference_precision(candidates)
     names = candidates.batch_invariant_only(

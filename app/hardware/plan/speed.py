@@ -1,9 +1,8 @@
-"""Step times and speeds: measured by calibration, or estimated, and what they say about the server before its first request.
+"""Step times and speeds: measured or estimated, and what they say about the server before its first request.
 
-`TrialTimings` are the valid measurements, compared at the row counts that matter for the plan. A configuration that was
-not timed is estimated: a step reads every weight once and multiplies each row with all of them, so its time follows from
-the bytes, the operations and the machine's two ceilings, which are measured or else conservative figures by instruction
-set. `estimate_speed` compares measured steps with those ceilings.
+`TrialTimings` are the valid measurements. A configuration that was not timed is estimated: a step reads every weight
+once and multiplies each row with all of them, so its time follows from the bytes, the operations and the machine's two
+ceilings, which are measured or else conservative figures by instruction set.
 """
 
 from __future__ import annotations
@@ -69,14 +68,15 @@ _PROGRAM_ROWS = (1, 2, 4, 8, 16, 32)
 _UNKNOWN = "Known when a model is given and the machine is measured."
 _NOT_GENERATING = "This model does not generate: see capacity and roofline for its expected speed."
 INT8_COPY_ROWS = 128  # steps of more rows use the 8-bit copy, if there is one
+_LabelledRatios = tuple[dict[str, float], dict[str, str]]  # ratios and descriptions of the steps, by phase
 
 
 @dataclass(frozen=True, slots=True)
 class TrialTiming:
     """Valid trial with its table of step times.
 
-    `source` says if it was measured, measured with samples that varied too much, estimated, or estimated and scaled to one
-    measured decode step of one sequence.
+    `source`: measured, measured with samples that varied too much, estimated, or estimated and scaled to one measured
+    step.
     """
 
     trial: TrialTimes
@@ -84,7 +84,6 @@ class TrialTiming:
     source: TimingSource = "measured"
 
     def decode_rate(self, rows: int) -> float:
-        """Return tokens a second of `rows` sequences that decode together, with hardly any context."""
         return rows / self.steps.decode(rows)
 
     def prefill_rate(self, tokens: int) -> float:
@@ -96,11 +95,7 @@ class TrialTiming:
         return tokens / self.steps.encode(tokens)
 
     def speedup_over(self, other: TrialTiming) -> float:
-        """Return the overall speedup over `other`.
-
-        It is the geometric mean over one sequence, several sequences and a prompt, or over few and many tokens of
-        texts.
-        """
+        """Return the geometric mean speedup over one sequence, several and a prompt, or few and many tokens."""
         tokens = self.compared_tokens(other)
         if self.trial.encode_seconds:
             few = min(FEW_TOKENS, *(self._table.keys() & other._table.keys()), tokens)
@@ -141,10 +136,7 @@ class TrialTiming:
 
 @dataclass(frozen=True, slots=True)
 class TrialTimings:
-    """Valid timings; none if nothing was measured, or if the measurements were rejected.
-
-    Those whose samples varied too much are in `noisy`: they serve as better estimates and decide nothing else.
-    """
+    """Valid timings. The `noisy` ones serve as better estimates and decide nothing else."""
 
     known: tuple[TrialTiming, ...] = ()
     noisy: tuple[TrialTiming, ...] = ()
@@ -167,7 +159,6 @@ class TrialTimings:
         return max(found, key=lambda one: one.num_sizes, default=None)
 
     def find_noisy(self, precision: str, threads: int) -> TrialTiming | None:
-        """Return the noisy timing of a configuration without int8 copy with the most step sizes, or None."""
         return TrialTimings(self.noisy).find(precision, threads)
 
     def find_served(self, precision: str, threads: int, *, int8_copy: bool) -> TrialTiming | None:
@@ -184,10 +175,7 @@ NO_TRIALS = TrialTimings()  # nothing was measured
 
 
 def describe_sources(compared: Mapping[str, TrialTiming]) -> str:
-    """Return sentences that say which precisions were not timed, not well or not beyond one step; empty if all were.
-
-    They begin with a space.
-    """
+    """Return sentences, after a space, on precisions that were not timed, not well or not beyond one step."""
     estimated = [name for name, timing in compared.items() if timing.source == "estimated"]
     noisy = [name for name, timing in compared.items() if timing.source == "noisy"]
     single = [name for name, timing in compared.items() if timing.source == "one step"]
@@ -199,36 +187,24 @@ def describe_sources(compared: Mapping[str, TrialTiming]) -> str:
 
 
 def format_rate(number: float) -> str:
-    """Format tokens a second for a sentence, with at least three digits."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def _is_valid(trial: TrialTimes) -> bool:
-    """Return true if every number is plausible, and both phases, or the encoder's only one, were measured."""
     tables: Iterable[Mapping[int, float]] = (trial.decode_seconds, trial.prefill_seconds)
     if trial.encode_seconds:
         tables = (trial.encode_seconds,)
     extra = (trial.context_token_seconds, trial.pair_seconds, trial.operations_per_token, float(trial.read_bytes))
     return (
         trial.threads >= 1
-        and all(
-            table and all(rows > 0 and _is_plausible_seconds(seconds) for rows, seconds in table.items())
-            for table in tables
-        )
+        and all(table and all(rows > 0 and 1e-9 < seconds < 1e6 for rows, seconds in table.items()) for table in tables)
         and all(math.isfinite(number) and number >= 0 for number in extra)
     )
 
 
-def _is_plausible_seconds(seconds: float) -> bool:
-    return 1e-9 < seconds < 1e6
-
-
 @dataclass(frozen=True, slots=True)
 class EstimateInputs:
-    """What an estimate depends on.
-
-    `level` is the level of the native kernels, or the name of the kernels used instead. `device` is the kind of device.
-    """
+    """What an estimate depends on. `level` is that of the native kernels, or the name of others."""
 
     facts: Facts
     needs: Needs | None
@@ -249,11 +225,9 @@ class Ceilings:
 def known_timing(inputs: EstimateInputs, precision: str, threads: int) -> TrialTiming | None:
     """Return the measured timing of a precision, a noisy one, the estimate scaled to one step, or the estimate.
 
-    If other precisions were measured slower or faster than their estimates, this one is expected to be so too: an
-    estimate must neither win because the machine was busy while the others were measured, nor lose because it was busy
-    while the ceilings were. Noisy timings and single steps that all took several times as long as estimated say only that
-    other work used the cores: they are ignored. None: nothing is known, because the model,
-    its bytes in this precision or the machine's products are not.
+    If other precisions were measured slower or faster than their estimates, this one is expected to be so too. Noisy
+    timings and single steps that all took several times as long as estimated say only that other work used the cores:
+    they are ignored. None: the model, its bytes in this precision or the machine's products are not known.
     """
     timings = TrialTimings.from_measurements(inputs.measurements)
     timing = timings.find(precision, threads)
@@ -288,7 +262,7 @@ def _correction(inputs: EstimateInputs, threads: int) -> float:
 
 
 def _least_factor(inputs: EstimateInputs, estimate: TrialTiming) -> float:
-    """Return the least factor of an estimate with which a step reads its weights no faster than the machine has shown.
+    """Return the least factor with which a step reads its weights no faster than the machine has shown.
 
     A correction can be far too small: if other work slowed down the products that were timed for the ceilings.
     """
@@ -333,8 +307,7 @@ def estimated_timing(inputs: EstimateInputs, precision: str, threads: int) -> Tr
 def find_ceilings(inputs: EstimateInputs, precision: str, threads: int) -> Ceilings | None:
     """Return the ceilings for a precision; None if they are not known, or if nothing here multiplies it well.
 
-    Measured ones are used even if the steps themselves varied too much, since they are the best of many samples. A
-    read rate that was not measured is at least what measured steps have shown.
+    Measured ones are used even if steps varied too much. A read rate that was not measured is what steps have shown.
     """
     measured = inputs.measurements or Measurements()
     read = _finite_positive(measured.read_bytes_per_second)
@@ -432,10 +405,7 @@ def _finite_positive(number: float | None) -> float | None:
 
 
 def by_expected_speed(inputs: EstimateInputs, names: Sequence[str], threads: int) -> list[str]:
-    """Return precisions in the order of their expected speed, the fastest first; those that are not known come last.
-
-    The speed is the mean (geometric) over one sequence and eight, or over few and many tokens of texts.
-    """
+    """Return precisions by expected geometric mean speed, the fastest first; unknown ones come last."""
     known = {name: known_timing(inputs, name, threads) for name in names}
     fastest = next((timing for timing in known.values() if timing is not None), None)
 
@@ -448,11 +418,11 @@ def by_expected_speed(inputs: EstimateInputs, names: Sequence[str], threads: int
 
 @dataclass(frozen=True)
 class SpeedEstimate(PlanPart):
-    """Expected speed.
+    """Expected speed, empty where it is not known.
 
-    Capacity is by phase (`prefill`, `decode`, `encode`) and rows of a step; empty if it is not known. Ratios to the
-    limit are by phase, with `decode_full` for the most rows and `encode_few` for the fewest tokens; empty if not
-    measured. `speed_source` is measured, noisy, estimated or unknown: where the capacity comes from.
+    Capacity is by phase (`prefill`, `decode`, `encode`) and rows of a step. Ratios to the limit are by phase, with
+    `decode_full` for the most rows and `encode_few` for the fewest tokens. `speed_source` is measured, noisy, estimated
+    or unknown.
     """
 
     speed_source: Decided[str] = Decided()
@@ -495,7 +465,6 @@ def estimate_speed(measurements: Measurements | None, served: SpeedInputs) -> Sp
 
 
 def _source(measurements: Measurements | None, timing: TrialTiming | None) -> Decision[str]:
-    """Return where capacity and predicted wait come from."""
     if timing is None:
         return Decision("unknown", "There are neither measurements nor figures to estimate step times from.")
     if timing.source == "measured":
@@ -542,7 +511,6 @@ def _capacity(served: SpeedInputs) -> Decision[Mapping[str, Mapping[int, float]]
 
 
 def _encoder_capacity(timing: TrialTiming, most: int, of_rows: bool) -> Decision[Mapping[str, Mapping[int, float]]]:
-    """Return the rate by measured tokens of a step, or rows of a program."""
     encode = {size: timing.encode_rate(size) for size in _measured_sizes(timing.trial.encode_seconds, most)}
     few, many = min(encode), max(encode)
     unit = "rows/s" if of_rows else "tokens/s of texts"
@@ -560,20 +528,13 @@ def _steps_phrase(timing: TrialTiming) -> str:
 
 
 def _measured_sizes(table: Mapping[int, float], most: int) -> list[int]:
-    """Return the measured sizes up to `most`, and `most` itself if it is below the largest measured size.
-
-    Nothing is extrapolated.
-    """
+    """Return the measured sizes up to `most`, and `most` itself if it is below the largest measured size."""
     known = [size for size in table if size <= most]
     return sorted({*known, min(most, max(table))})
 
 
 def _roofline(measured: Measurements | None, served: SpeedInputs) -> Decision[Mapping[str, float]]:
-    """Return the ratio of the minimum time of a step to its measured time.
-
-    The minimum is the longer of reading the weights and computing the products at the measured rates of this
-    machine.
-    """
+    """Return a step's minimum time, of reading weights or products at measured rates, over its measured time."""
     timing = served.timing
     if (
         measured is None
@@ -594,9 +555,6 @@ def _roofline(measured: Measurements | None, served: SpeedInputs) -> Decision[Ma
         f"Share of what this machine's memory and products allow: {shares}." if valid else "The limits are not known."
     )
     return Decision(valid, summary + (left_out if wrong else ""))
-
-
-_LabelledRatios = tuple[dict[str, float], dict[str, str]]  # ratios and descriptions of the steps, by phase
 
 
 def _encode_ratios(measured: Measurements, timing: TrialTiming, batch_tokens: int) -> _LabelledRatios:
@@ -629,7 +587,6 @@ def _decoder_ratios(measured: Measurements, timing: TrialTiming, limits: SpeedLi
 
 
 def _min_step_seconds(measured: Measurements, trial: TrialTimes, rows: int) -> float:
-    """Return the minimum seconds of a step of `rows` rows on this machine."""
     assert measured.read_bytes_per_second, "called only if it is known"
     reading = trial.read_bytes / measured.read_bytes_per_second
     products = measured.products_per_second.get(
@@ -670,5 +627,4 @@ def _prefill_ceiling(measured: Measurements | None, served: SpeedInputs) -> Deci
 
 
 def _product_precision(served: SpeedInputs) -> str:
-    """Return the precision of the products of a prompt."""
     return "int8" if served.timing and served.timing.trial.int8_copy else served.precision

@@ -52,10 +52,10 @@ _WAIT_POLICY_REASONS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class ThreadPlan(PlanPart):
-    """Decisions about threads.
+    """Decisions about threads; empty masks: not pinned.
 
-    `cpu_ids` is the mask of the compute threads, set before their pool starts; empty: not pinned. `service_cpu_ids` is
-    the mask of the threads that serve HTTP, tokenize and log, set when the model is loaded; empty: not pinned.
+    The mask `cpu_ids` of the compute threads is set before their pool starts; `service_cpu_ids` is for the threads that
+    serve HTTP, tokenize and log, once the model is loaded.
     """
 
     threads: Decided[int] = Decided(ALL_KINDS)
@@ -71,11 +71,7 @@ class ThreadPlan(PlanPart):
 
 @dataclass(frozen=True, slots=True)
 class ComputeCores:
-    """Cores on which compute threads may run.
-
-    `cores` have only allowed CPUs, and belong to one memory node if there are several. `skipped` names cores that
-    were left out, as part of a sentence.
-    """
+    """Allowed cores for compute threads, of one memory node if there are several; `skipped` is for a sentence."""
 
     cores: tuple[Core, ...]
     node: Decision[int | None]
@@ -103,10 +99,7 @@ def decide_threads(
 
 
 def decide_host_threads(facts: Facts, settings: Settings) -> ThreadPlan:
-    """Decide the host's threads for a GPU.
-
-    The host reads weights and prepares steps. One thread submits work to the device, and must always get a core.
-    """
+    """Decide the host's threads for a GPU: one submits work to the device, and must always get a core."""
     anywhere = ComputeCores(
         _allowed_cores(facts), Decision(None, "The GPU computes: the host's threads may run on any node."), ""
     )
@@ -146,7 +139,6 @@ def _small_pools(facts: Facts) -> dict[str, Decision[int]]:
 
 
 def _allowed_cores(facts: Facts) -> tuple[Core, ...]:
-    """Return the physical cores with the logical CPUs that this process may use; cores without any are left out."""
     allowed = facts.allowed_cpus
     allowed_cpus = [(core, tuple(cpu for cpu in core.cpu_ids if cpu in allowed)) for core in facts.cores]
     found = tuple(Core(cpus, core.package, core.numa_node, core.kind) for core, cpus in allowed_cpus if cpus)
@@ -203,10 +195,6 @@ def _on_forced_node(settings: Settings, cores: tuple[Core, ...], nodes: list[int
 
 
 def _best_node(facts: Facts, settings: Settings, cores: tuple[Core, ...], nodes: list[int]) -> int:
-    """Return the node with enough cores and the most available memory.
-
-    Two services under a quota thus get different nodes.
-    """
     quota = facts.cgroup.quota_cores
     wanted = (
         settings.threads
@@ -309,10 +297,9 @@ def _cpu_ids(facts: Facts, threads: int, compute_cores: ComputeCores) -> Decisio
 
 
 def _service_cpu_ids(facts: Facts, cpu_ids: Decision[tuple[int, ...]]) -> Decision[tuple[int, ...]]:
-    """Decide the CPU mask of the threads that serve HTTP, tokenize and log: efficiency cores where there are any.
+    """Decide the CPU mask of the threads that serve HTTP, tokenize and log: efficiency cores if there are any.
 
-    It is only set beside a mask of the compute threads: a thread inherits the mask of the one that starts it, and the
-    compute threads would remain on the efficiency cores.
+    It is only set beside a mask of the compute threads, which would inherit it otherwise.
     """
     if facts.os != "linux":
         return Decision((), cpu_ids.reason)

@@ -1,7 +1,6 @@
 """Decisions about weight and KV cache precision, activation dtype, determinism and the folder of packed weights.
 
-The precisions of weights, activations and KV cache are decided together because they share one memory. The module also
-checks that torch can run here at all.
+They share one memory. The module also checks that torch can run here at all.
 """
 
 from __future__ import annotations
@@ -41,15 +40,21 @@ from armature_kernels.linear.torchao_config import is_torchao
 
 MIN_COPY_GAIN = 1.1  # least ratio of prompt rates that justifies one more byte for each weight
 MEMORY_DIVISOR = 4  # a copy may take at most 1/4 of the available memory
+_ARCHITECTURES = ("x86_64", "arm64")
+# torch imports NumPy, whose wheels (2.4.6) use AVX without a check and refuse processors below x86-64-v2. Under
+# emulation, the import stops on Westmere and works on Sandy Bridge. torch alone would run on older processors.
+_X86_REQUIRED = frozenset({"sse4_2", "popcnt", "avx"})
+# torch 2.10's aarch64 wheel uses Armv8.1's atomic instructions without a check, so it dies with SIGILL on Armv8.0
+# cores.
+_ARM_REQUIRED = frozenset({"lse"})
 
 
 @dataclass(frozen=True)
 class WeightsAndKv(PlanPart):
     """Decisions about precisions and dtypes, about what is kept of the weights, and about kernels.
 
-    `most_few_rows` is the number of rows up to which 4-bit weights are used if there is an int8 copy; None: the
-    recipe's value. `pack_folder` is None if packed weights are not kept. `kernel_folder` is None if nothing is
-    compiled while serving, or no folder is known.
+    Up to `most_few_rows` rows 4-bit weights are used if there is an int8 copy; None: the recipe's value. A folder of
+    None is not used.
     """
 
     precision: Decided[str] = Decided(ALL_KINDS)
@@ -66,10 +71,7 @@ class WeightsAndKv(PlanPart):
 def decide_weights_and_kv(
     candidates: PrecisionCandidates, kernels: Decision[str], measurements: Measurements | None, threads: int
 ) -> WeightsAndKv:
-    """Decide the precision of the weights, the dtype of activations, the KV precision and the int8 copy.
-
-    Precisions are compared with the step times at `threads` threads.
-    """
+    """Decide the precision of the weights, activations and KV, and the int8 copy, at `threads` threads."""
     settings, trials = candidates.settings, TrialTimings.from_measurements(measurements)
     auto = settings.weight_format == "auto"
     generates = candidates.needs is None or candidates.needs.generates
@@ -110,7 +112,6 @@ def decide_weights_and_kv(
 
 
 def _with_stored_type(candidates: PrecisionCandidates, chosen: Decision[str]) -> Decision[str]:
-    """Return the decision with the type that the weights are converted from, if the checkpoint's are quantized."""
     stored = candidates.needs.stored_quantization if candidates.needs else ""
     if not stored:
         return chosen
@@ -120,13 +121,11 @@ def _with_stored_type(candidates: PrecisionCandidates, chosen: Decision[str]) ->
 
 
 def _keeps_codes(candidates: PrecisionCandidates, name: str) -> bool:
-    """Return whether weights in this precision have the codes of the checkpoint."""
     is_native = candidates.kind == "cpu" and candidates.level != TORCH_KERNELS
     return is_native and candidates.needs is not None and name == candidates.needs.codes_precision != ""
 
 
 def _codes_precision(candidates: PrecisionCandidates) -> Decision[str] | None:
-    """Return the decision for the precision of the checkpoint's own codes; None if it has none, or if none can be kept."""
     name = candidates.needs.codes_precision if candidates.needs else ""
     if not _keeps_codes(candidates, name) or name not in candidates.available or not candidates.settings.quality_budget:
         return None
@@ -136,10 +135,7 @@ def _codes_precision(candidates: PrecisionCandidates) -> Decision[str] | None:
 
 
 def _insufficient_budget(candidates: PrecisionCandidates, demand: MemoryDemand) -> MemoryBudget | None:
-    """Return the memory left for a KV cache in the activations' dtype if it is less than the useful minimum.
-
-    None if there is enough, or if `kv_cache_bytes` was set.
-    """
+    """Return the memory left for a KV cache in the activations' dtype if it is too little, else None."""
     if demand.needs is None or candidates.settings.kv_cache_bytes != "auto":
         return None
     left = smallest_step_budget(candidates.facts, candidates.settings, demand)
@@ -149,7 +145,6 @@ def _insufficient_budget(candidates: PrecisionCandidates, demand: MemoryDemand) 
 def _copy_gain(
     candidates: PrecisionCandidates, demand: MemoryDemand, trials: TrialTimings, threads: int
 ) -> Int8CopyGain:
-    """Return the memory and the measured gain of an 8-bit copy in addition to 4-bit weights."""
     facts, settings, needs = candidates.facts, candidates.settings, candidates.needs
     name = demand.precision if demand.precision in INT4_PRECISIONS else "int4"
     timing = trials.find(name, threads)
@@ -166,23 +161,8 @@ def _copy_gain(
     return Int8CopyGain(needs.int8_copy_bytes, fits, tokens, timing, with_copy)
 
 
-_ARCHITECTURES = ("x86_64", "arm64")
-
-# torch imports NumPy, whose wheels (2.4.6) use AVX without a check and refuse processors below x86-64-v2. Under
-# emulation, the import stops on Westmere and works on Sandy Bridge. torch alone would run on older processors.
-_X86_REQUIRED = frozenset({"sse4_2", "popcnt", "avx"})
-
-# torch 2.10's aarch64 wheel uses Armv8.1's atomic instructions without a check, so it dies with SIGILL on Armv8.0
-# cores.
-_ARM_REQUIRED = frozenset({"lse"})
-
-
 def check_torch_can_run(facts: Facts) -> None:
-    """Check that importing torch will not crash this process; a plan checks this first.
-
-    Raises:
-        PlanImpossible: the system or the processor is not supported.
-    """
+    """Raise `PlanImpossible` if importing torch would crash this process."""
     if facts.os not in ("linux", "macos"):
         raise PlanImpossible(f"{facts.os} is not supported: use Linux or macOS (on Windows, WSL or a container).")
     if facts.architecture not in _ARCHITECTURES:
@@ -213,7 +193,6 @@ def check_torch_can_run(facts: Facts) -> None:
 
 
 def decide_dtype(candidates: PrecisionCandidates, chosen: str) -> Decision[Dtype]:
-    """Decide the dtype of activations."""
     facts, kind = candidates.facts, candidates.kind
     if chosen == "fp32":
         return Decision("float32", "The dtype of the weights.")
@@ -239,13 +218,9 @@ def decide_dtype(candidates: PrecisionCandidates, chosen: str) -> Decision[Dtype
 def decide_kv_precision(
     settings: Settings, chosen: Dtype, insufficient_budget: MemoryBudget | None, kind: str = "cpu"
 ) -> Decision[str]:
-    """Decide the precision of the KV cache.
+    """Decide the precision of the KV cache. Raises `PlanImpossible` if it is not available here.
 
-    `insufficient_budget` is the memory left for a KV cache in the activations' dtype if that is less than the useful
-    minimum, else None.
-
-    Raises:
-        PlanImpossible: the requested precision is not available here.
+    `insufficient_budget` is set if a KV cache in the activations' dtype has less than the useful minimum.
     """
     activation_precision = _kv_precision_of(chosen)
     if activation_precision != "bf16":
@@ -275,7 +250,6 @@ def decide_kv_precision(
 
 
 def _kv_precision_of(dtype: Dtype) -> str:
-    """Return the precision of keys and values that have the activations' dtype."""
     return next(name for name, (kv_dtype, _) in KV_PRECISIONS.items() if kv_dtype == dtype)
 
 
@@ -298,10 +272,7 @@ def decide_pack_folder(settings: Settings, chosen: str, kind: str = "cpu") -> De
 
 @dataclass(frozen=True, slots=True)
 class Int8CopyGain:
-    """Cost and gain of a copy for prompts in steps of `tokens`.
-
-    `without_copy` are the step times without the copy and `with_copy` those with it; None: not measured.
-    """
+    """Cost and gain of a copy for prompts in steps of `tokens`, with step times, if measured."""
 
     nbytes: int
     has_room: bool
@@ -311,22 +282,14 @@ class Int8CopyGain:
 
 
 def refuse_on_device(settings: Settings, kind: str) -> Decision[bool]:
-    """Decide against a copy on a GPU, which dequantizes 4-bit weights for products with many rows.
-
-    Raises:
-        PlanImpossible: int8_copy is on.
-    """
+    """Decide against a copy on a GPU. Raises `PlanImpossible` if int8_copy is on."""
     if settings.int8_copy == "on":
         raise PlanImpossible(f"int8_copy is on, but on {kind} 4-bit weights have no 8-bit copy: leave it at auto.")
     return Decision(False, "Only processors use an int8 copy.")
 
 
 def decide_int8_copy(settings: Settings, chosen: str, candidate: Int8CopyGain) -> Decision[bool]:
-    """Decide if layers also have an 8-bit copy.
-
-    Raises:
-        PlanImpossible: int8_copy is on, but the precision is not int4.
-    """
+    """Decide if layers also have an 8-bit copy. Raises `PlanImpossible` if it is on without int4."""
     if chosen not in INT4_PRECISIONS:
         if settings.int8_copy == "on":
             raise PlanImpossible(

@@ -1,7 +1,4 @@
-"""NVIDIA GPUs of the machine, listed by nvidia-smi or by the driver's files in /proc.
-
-Neither torch nor a CUDA library is loaded.
-"""
+"""NVIDIA GPUs of the machine, listed by nvidia-smi or by the driver's files in /proc, without a CUDA library."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ _PROFILE_MEMORY_SHARE = 0.89
 def cuda_devices(files: HostFiles, run: CommandRunner, visible: str | None = None) -> tuple[CudaDevice, ...]:
     """Return the GPUs as nvidia-smi lists them, else as the driver's /proc files do; empty without a driver.
 
-    A GPU that is partitioned by MIG is replaced by its instances, which share its index. `visible` is the value of
-    CUDA_VISIBLE_DEVICES.
+    MIG instances replace their GPU and share its index. `visible` is the value of CUDA_VISIBLE_DEVICES.
     """
     devices = parse_gpu_query(run(GPU_QUERY) or "") or tuple(_from_driver_files(files))
     if any(device.mig is not None for device in devices):
@@ -48,8 +44,8 @@ def cuda_devices(files: HostFiles, run: CommandRunner, visible: str | None = Non
 def _filter_visible(devices: tuple[CudaDevice, ...], visible: str | None) -> tuple[CudaDevice, ...]:
     """Return the devices that CUDA would show, in its order.
 
-    CUDA_VISIBLE_DEVICES lists indexes and UUIDs (`GPU-…`, which may be shortened, or `MIG-…`). CUDA ignores
-    everything after the first entry that is neither.
+    CUDA_VISIBLE_DEVICES lists indexes and UUIDs (`GPU-…`, which may be shortened, or `MIG-…`). CUDA ignores everything
+    after the first entry that is neither.
     """
     if visible is None:
         return devices
@@ -64,10 +60,7 @@ def _matches(device: CudaDevice, entry: str) -> bool:
 
 
 def parse_gpu_query(text: str) -> tuple[CudaDevice, ...]:
-    """Parse the output of `GPU_QUERY`: one line for each device.
-
-    A value that the driver cannot provide (`[N/A]`, such as the size of shared memory) becomes None.
-    """
+    """Parse the output of `GPU_QUERY`: one line for each device, `[N/A]` becomes None."""
     lines = ([part.strip() for part in line.split(",")] for line in text.splitlines())
     return tuple(
         _parse_device(dict(zip(_FIELDS, parts, strict=True)))
@@ -111,10 +104,7 @@ def _with_mig_instances(devices: Iterable[CudaDevice], listed: str) -> tuple[Cud
 
 
 def _mig_instances(device: CudaDevice, instances: list[tuple[str, int, str]]) -> list[CudaDevice]:
-    """Return the MIG instances of a GPU.
-
-    The driver does not report the free memory of an instance, so all of it is assumed to be free.
-    """
+    """Return the MIG instances of a GPU; all of their memory is assumed to be free."""
     return [
         dataclasses.replace(
             device,

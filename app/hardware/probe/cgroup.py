@@ -21,11 +21,7 @@ _NO_LIMIT = 2**60
 
 @dataclass(frozen=True, slots=True)
 class CgroupMount:
-    """Mounted cgroup file system.
-
-    `top` is the part of the hierarchy that is mounted at `point`. `controllers` is empty for v2, because mountinfo
-    does not list them.
-    """
+    """Mounted cgroup file system: the part `top` of the hierarchy at `point`; v2 has no `controllers`."""
 
     top: str
     point: str
@@ -34,7 +30,6 @@ class CgroupMount:
 
 
 def read_cgroup(files: HostFiles) -> Cgroup:
-    """Read the limits of this process's control group."""
     mounts, groups = (
         parse_mounts(files.text("/proc/self/mountinfo") or ""),
         parse_groups(files.text("/proc/self/cgroup") or ""),
@@ -52,10 +47,7 @@ def read_cgroup(files: HostFiles) -> Cgroup:
 
 
 def parse_mounts(text: str) -> list[CgroupMount]:
-    """Return the cgroup mounts in mountinfo.
-
-    Its lines are `id parent device top point options [tags] - type source options`.
-    """
+    """Return the cgroup mounts in mountinfo: `id parent device top point options [tags] - type source options`."""
     found = []
     for line in text.splitlines():
         left, dash, right = line.partition(" - ")
@@ -69,10 +61,7 @@ def parse_mounts(text: str) -> list[CgroupMount]:
 
 
 def parse_groups(text: str) -> dict[str, str]:
-    """Return the path of this process's group for each controller, from `id:controllers:path` lines.
-
-    The line of v2 has no controllers; its key is the empty string.
-    """
+    """Return this process's group for each controller of `id:controllers:path` lines; v2's key is empty."""
     groups: dict[str, str] = {}
     for line in text.splitlines():
         parts = line.split(":", 2)
@@ -110,10 +99,7 @@ def _directories(
 
 
 def find_cpu_stat(files: HostFiles) -> Path | None:
-    """Return the `cpu.stat` file of the group with the tightest CPU quota; None without a quota.
-
-    The kernel counts there how long the quota has kept the group's processes off the CPU.
-    """
+    """Return the `cpu.stat` of the group with the tightest CPU quota, with throttled time; None without."""
     mounts, groups = (
         parse_mounts(files.text("/proc/self/mountinfo") or ""),
         parse_groups(files.text("/proc/self/cgroup") or ""),
@@ -123,7 +109,6 @@ def find_cpu_stat(files: HostFiles) -> Path | None:
 
 
 def _quotas(files: HostFiles, mounts: list[CgroupMount], groups: dict[str, str]) -> Iterator[tuple[float, str]]:
-    """Yield the quota in cores (quota over period) and the directory of every level that has one."""
     for version, directory in _directories(files, mounts, groups, "cpu"):
         if version == 2:
             quota = parse_cpu_max(files.text(f"{directory}/cpu.max") or "")
@@ -161,10 +146,7 @@ def _cpuset(files: HostFiles, mounts: list[CgroupMount], groups: dict[str, str])
 
 
 def _memory_limits(files: HostFiles, mounts: list[CgroupMount], groups: dict[str, str]) -> Iterator[tuple[int, int]]:
-    """Yield (limit, bytes in use that cannot be dropped) of every level with a limit.
-
-    `memory.high` counts as a limit, because the kernel throttles a group above it.
-    """
+    """Yield (limit, bytes in use that cannot be dropped) of every level with `memory.max` or `memory.high`."""
     for version, directory in _directories(files, mounts, groups, "memory"):
         names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
         limits = [
@@ -183,5 +165,4 @@ def _page_cache_bytes(files: HostFiles, directory: str, version: int) -> int:
 
 
 def _unescape(text: str) -> str:
-    """Replace the octal escapes of mountinfo, for example that of a space."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

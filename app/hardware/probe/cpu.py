@@ -1,9 +1,8 @@
 """Identification of x86 and Arm processors on Linux: core or microarchitecture, and instruction sets.
 
-On x86, the microarchitecture comes from the vendor, family and model of CPUID, the instruction sets from the kernel's
-flags. The brand string is only displayed, because a virtual machine can set it to anything. On Arm, cores are
-identified by the implementer and part numbers of the MIDR register. One core is sold in several products, so the
-product comes from what the firmware reports.
+On x86, the microarchitecture comes from CPUID and instruction sets from the kernel's flags; a virtual machine can set
+the brand string to anything. Arm cores are identified by the MIDR register. One core is sold in several products, so
+the product comes from what the firmware reports.
 """
 
 from __future__ import annotations
@@ -94,47 +93,6 @@ _AMD: tuple[tuple[int, int, int, str], ...] = (
 
 
 _WITH_AMX = ("Sapphire Rapids", "Emerald Rapids", "Granite Rapids", "Diamond Rapids")
-
-
-def x86_cpu(fields: Mapping[str, str]) -> Cpu:
-    """Return the processor described by the first block of /proc/cpuinfo."""
-    stated = fields.get("vendor_id", "")
-    core = microarchitecture(
-        stated, _number(fields, "cpu family"), _number(fields, "model"), _number(fields, "stepping")
-    )
-    if "amx_tile" in fields.get("flags", "").split() and core not in _WITH_AMX:
-        core = None  # a hypervisor shows the model of another processor
-    return Cpu(
-        vendor=_VENDORS.get(stated, stated or "unknown"),
-        name=fields.get("model name", "x86-64"),
-        microarchitecture=core,
-    )
-
-
-def microarchitecture(vendor: str, family: int, model: int, stepping: int) -> str | None:
-    """Return the name of the microarchitecture; None if the model is unknown. `vendor` is the CPUID vendor string."""
-    if vendor == "AuthenticAMD":
-        return next((name for known, first, last, name in _AMD if family == known and first <= model <= last), None)
-    if vendor != "GenuineIntel":
-        return None
-    if (family, model) == (
-        6,
-        0x55,
-    ) and stepping >= 5:  # three cores share this model number (intel-family.h, SKYLAKE_X)
-        return "Cascade Lake" if stepping <= 7 else "Cooper Lake"
-    return _INTEL.get((family, model))
-
-
-def x86_instruction_sets(fields: Mapping[str, str]) -> frozenset[str]:
-    """Return the kernel's flags that are in `INSTRUCTION_SETS`."""
-    return frozenset(fields.get("flags", "").split()) & INSTRUCTION_SETS
-
-
-def _number(fields: Mapping[str, str], name: str) -> int:
-    text = fields.get(name, "")
-    return int(text) if re.fullmatch(DIGITS, text) else -1
-
-
 # Linux arch/arm64/include/asm/cputype.h (ARM_CPU_IMP_*)
 _IMPLEMENTERS = {
     0x41: "Arm",
@@ -147,7 +105,6 @@ _IMPLEMENTERS = {
     0x6D: "Microsoft",
     0xC0: "Ampere",
 }
-
 # (implementer, part): Linux cputype.h (*_CPU_PART_*) and, for cores missing there, util-linux sys-utils/lscpu-arm.c.
 _CORES: Mapping[tuple[int, int], str] = {
     (0x41, 0xD0C): "Neoverse N1",
@@ -189,7 +146,6 @@ _CORES: Mapping[tuple[int, int], str] = {
     (0x61, 0x038): "Apple M2",
     (0x61, 0x039): "Apple M2",
 }
-
 # Names in /proc/cpuinfo (Linux Documentation/arch/arm64/elf_hwcaps.rst) and the names in `Facts.isa`.
 _FEATURES = {
     "asimd": "neon",
@@ -206,13 +162,11 @@ _FEATURES = {
     "sme": "sme",
     "sme2": "sme2",
 }
-
 # Bits of AT_HWCAP (16) and AT_HWCAP2 (26) in the auxiliary vector: Linux arch/arm64/include/uapi/asm/hwcap.h.
 _HWCAPS = {
     16: {1: "neon", 8: "lse", 10: "fp16", 20: "dotprod", 22: "sve", 23: "fp16fml"},
     26: {1: "sve2", 9: "svei8mm", 12: "svebf16", 13: "i8mm", 14: "bf16", 23: "sme", 37: "sme2"},
 }
-
 # (vendor, core) to product. The vendor is sys_vendor or the chassis tag in DMI, which cloud-init's ds-identify reads
 # too.
 _CLOUD_PRODUCTS: Mapping[tuple[str, str], str] = {
@@ -230,10 +184,8 @@ _CLOUD_PRODUCTS: Mapping[tuple[str, str], str] = {
     ("Hetzner", "Neoverse N1"): "Altra",  # CAX
     ("Alibaba Cloud", "Neoverse N2"): "Yitian 710",  # g8y
 }
-
 # SMCCC SOC_ID (/sys/devices/soc0/soc_id: JEP-106 manufacturer and part) to product.
 _SOC_PRODUCTS = {"jep106:036b:0241": "Grace", "jep106:0a16:0001": "Altra"}
-
 # (implementer, part) to product, for implementers that sell one product with that core.
 _IMPLEMENTER_PRODUCTS = {
     (0x6D, 0xD49): "Cobalt 100",
@@ -241,6 +193,44 @@ _IMPLEMENTER_PRODUCTS = {
     (0xC0, 0xAC4): "AmpereOne",
     (0x48, 0xD01): "Kunpeng 920",
 }
+
+
+def x86_cpu(fields: Mapping[str, str]) -> Cpu:
+    """Return the processor described by the first block of /proc/cpuinfo."""
+    stated = fields.get("vendor_id", "")
+    core = microarchitecture(
+        stated, _number(fields, "cpu family"), _number(fields, "model"), _number(fields, "stepping")
+    )
+    if "amx_tile" in fields.get("flags", "").split() and core not in _WITH_AMX:
+        core = None  # a hypervisor shows the model of another processor
+    return Cpu(
+        vendor=_VENDORS.get(stated, stated or "unknown"),
+        name=fields.get("model name", "x86-64"),
+        microarchitecture=core,
+    )
+
+
+def microarchitecture(vendor: str, family: int, model: int, stepping: int) -> str | None:
+    """Return the name of the microarchitecture; None if the model is unknown. `vendor` is the CPUID vendor string."""
+    if vendor == "AuthenticAMD":
+        return next((name for known, first, last, name in _AMD if family == known and first <= model <= last), None)
+    if vendor != "GenuineIntel":
+        return None
+    if (family, model) == (
+        6,
+        0x55,
+    ) and stepping >= 5:  # three cores share this model number (intel-family.h, SKYLAKE_X)
+        return "Cascade Lake" if stepping <= 7 else "Cooper Lake"
+    return _INTEL.get((family, model))
+
+
+def x86_instruction_sets(fields: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(fields.get("flags", "").split()) & INSTRUCTION_SETS
+
+
+def _number(fields: Mapping[str, str], name: str) -> int:
+    text = fields.get(name, "")
+    return int(text) if re.fullmatch(DIGITS, text) else -1
 
 
 def arm_cpu(fields: Mapping[str, str], files: HostFiles) -> Cpu:
@@ -268,10 +258,7 @@ def _product(core: str | None, files: HostFiles) -> str | None:
 
 
 def arm_instruction_sets(fields: Mapping[str, str], files: HostFiles) -> frozenset[str]:
-    """Return the instruction sets in the Features line, else those in the auxiliary vector.
-
-    Emulators that show the host's /proc/cpuinfo still provide the right auxiliary vector.
-    """
+    """Return the instruction sets in the Features line, else in the auxiliary vector, right in emulators."""
     stated = fields.get("Features")
     if stated is None:
         return _from_auxiliary_vector(files.read_bytes("/proc/self/auxv"))
@@ -286,10 +273,7 @@ def _from_auxiliary_vector(octets: bytes) -> frozenset[str]:
 
 
 def sve_bits(files: HostFiles, isa: frozenset[str]) -> int | None:
-    """Return the SVE vector length in bits; None without SVE.
-
-    The kernel reports the default length of a new process in bytes.
-    """
+    """Return the SVE vector length in bits (the default of a new process); None without SVE."""
     length = files.number("/proc/sys/abi/sve_default_vector_length")
     return length * 8 if length is not None and "sve" in isa else None
 

@@ -1,6 +1,6 @@
 """Access to the kernel's files below a replaceable root directory, and parsers of the kernel's small formats.
 
-Tests replace the root. A file that is absent or unreadable gives None or an empty value, never an exception.
+A file that is absent or unreadable gives None or an empty value, never an exception.
 """
 
 from __future__ import annotations
@@ -16,22 +16,15 @@ _SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 @dataclass(frozen=True, slots=True)
 class HostFiles:
-    """File system of the machine as seen from `root`.
-
-    Names are absolute paths of the machine, such as `/proc/cpuinfo`.
-    """
+    """File system of the machine as seen from `root`, with the machine's absolute paths as names."""
 
     root: Path
 
     def path(self, name: str) -> Path:
-        """Return the path of a file below `root`."""
         return self.root / name.lstrip("/")
 
     def text(self, name: str) -> str | None:
-        """Return the file's text without surrounding white space, or None.
-
-        Reads of /proc and /sys can fail with several errors; all of them mean that the value is unknown.
-        """
+        """Return the file's text without surrounding white space, or None for any error of /proc and /sys."""
         try:
             return self.path(name).read_text(encoding="utf-8", errors="replace").strip()
         except (OSError, ValueError):
@@ -45,10 +38,7 @@ class HostFiles:
             return b""
 
     def number(self, name: str) -> int | None:
-        """Return the file's only integer, or None if the text is no integer, such as `max`.
-
-        Negative numbers are returned; the caller must handle special values such as -1.
-        """
+        """Return the file's only integer, which may be negative, or None if there is none, such as `max`."""
         text = self.text(name)
         return int(text) if text is not None and re.fullmatch(rf"-?{DIGITS}", text) else None
 
@@ -60,7 +50,6 @@ class HostFiles:
             return []
 
     def is_directory(self, name: str) -> bool:
-        """Return true if the name is a directory."""
         try:
             return self.path(name).is_dir()
         except (OSError, ValueError):  # a folder above it may not be searched
@@ -73,7 +62,7 @@ class HostFiles:
 
 
 def parse_cpu_list(text: str | None) -> tuple[int, ...]:
-    """Parse the list format of Linux's cpusets (man 7 cpuset): `0-2,8` is (0, 1, 2, 8). Invalid parts are skipped."""
+    """Parse the list format of Linux's cpusets (man 7 cpuset): `0-2,8` is (0, 1, 2, 8)."""
     cpus: set[int] = set()
     for part in (text or "").split(","):
         match = re.fullmatch(rf"\s*({DIGITS})(?:-({DIGITS}))?\s*", part)

@@ -1,7 +1,4 @@
-"""Facts about a Mac, read with `sysctl` alone.
-
-Names and values follow Apple's sysctlbyname documentation and xnu.
-"""
+"""Facts about a Mac, read with `sysctl` alone. Source: Apple's sysctlbyname documentation and xnu."""
 
 from __future__ import annotations
 
@@ -140,10 +137,7 @@ def _caches(values: Mapping[str, str]) -> tuple[Cache, ...]:
 
 
 def _available(values: Mapping[str, str], memory: int) -> int:
-    """Return the available bytes: free and speculative pages, but at least `_AVAILABLE_SHARE` of the memory.
-
-    The counters understate the memory that the system would release.
-    """
+    """Return free and speculative pages, at least `_AVAILABLE_SHARE`, as the counters understate them."""
     pages = _number(values, "vm.page_free_count") + _number(values, "vm.page_speculative_count")
     return max(int(memory * _AVAILABLE_SHARE), pages * _number(values, "hw.pagesize"))
 

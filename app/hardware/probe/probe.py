@@ -1,7 +1,4 @@
-"""Probe of the machine: reads its facts, decides nothing, changes nothing and never imports torch.
-
-All files are read below `root`, and other programs are called through `run`, so tests can probe recorded hosts.
-"""
+"""Probe of the machine: reads facts below `root` and through `run`, decides nothing, never imports torch."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from app.hardware import power_sources, thermal_sensors
+from app.hardware import power, thermal_sensors
 from app.hardware.facts import Core, Cpu, Facts
 from app.hardware.probe import accelerators, cgroup, macos, software, topology
 from app.hardware.probe import cpu as cpu_arm
@@ -26,10 +23,7 @@ _COMMAND_SECONDS = 10.0  # nvidia-smi takes seconds if the driver has to wake th
 
 
 def run_command(command: list[str]) -> str | None:
-    """Return the command's output; None if it is missing, fails or hangs.
-
-    sysctl fails if one name is unknown but still prints the others, so its output is always returned.
-    """
+    """Return the command's output, even if it fails, as sysctl does; None if it is missing or hangs."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False, stdin=subprocess.DEVNULL
@@ -45,11 +39,7 @@ def probe(
     affinity: tuple[int, ...] | None = None,
     torch_directory: Path | None = None,
 ) -> Facts:
-    """Return the facts of the machine below `root`.
-
-    The installed torch and the native library are included for this machine, not for a recorded one. For a
-    recorded host, `torch_directory` and `affinity` supply what its files do not.
-    """
+    """Return the facts below `root`; `torch_directory` and `affinity` are for recorded hosts."""
     files = HostFiles(root)
     facts = _linux(files, run, affinity) if files.is_directory("/proc") else macos.mac_facts(run) or _unknown_facts()
     torch_path = software.installed_torch() if torch_directory is None and files.is_this_machine else torch_directory
@@ -89,16 +79,13 @@ def _linux(files: HostFiles, run: CommandRunner, affinity: tuple[int, ...] | Non
         cuda=accelerators.cuda_devices(
             files, run, os.environ.get("CUDA_VISIBLE_DEVICES") if files.is_this_machine else None
         ),
-        power=power_sources.find_power_meter(files),
+        power=power.find_power_meter(files),
         thermal=thermal_sensors.find_thermal_sensors(files, cores),
     )
 
 
 def _architecture(files: HostFiles) -> str:
-    """Return the architecture of the running kernel.
-
-    A recorded host states it in /proc/sys/kernel/arch (Linux 6.1), else the format of its cpuinfo shows it.
-    """
+    """Return the architecture from /proc/sys/kernel/arch (Linux 6.1), else the format of cpuinfo."""
     stated = os.uname().machine if files.is_this_machine else files.text("/proc/sys/kernel/arch")
     if stated is None:
         stated = "aarch64" if "CPU implementer" in (files.text("/proc/cpuinfo") or "") else "x86_64"

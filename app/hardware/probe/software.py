@@ -1,8 +1,6 @@
 """Facts about the installed software before it is loaded: the native kernel library and torch's build options.
 
-The library file lists the levels that were compiled into it. `armature_kernels/native/library.py` loads it after torch, and the
-library then checks the processor again. torch's build options are read from the files of its wheel, because importing
-torch would load its thread pools before the plan has set their sizes.
+They are read from files: importing torch would load its thread pools before the plan has set their sizes.
 """
 
 from __future__ import annotations
@@ -41,13 +39,12 @@ _REQUIRED_ISA = {
     "i8mm": frozenset({"dotprod", "i8mm", "bf16"}),
     "dotprod": frozenset({"dotprod"}),
 }
+# Every wheel contains the header that its build was configured with.
+_HEADER = "include/ATen/Config.h"
 
 
 def find_native_library() -> NativeLibrary | None:
-    """Return the library's levels; None if there is no library.
-
-    The library is in the kernels folder, or at the path in `ARMATURE_NATIVE_LIBRARY`.
-    """
+    """Return the levels of the library in the kernels folder, or at `ARMATURE_NATIVE_LIBRARY`; None without."""
     try:
         found = _LEVELS.search(_library_path().read_bytes())
     except OSError:
@@ -57,7 +54,6 @@ def find_native_library() -> NativeLibrary | None:
 
 
 def native_library_hash() -> str:
-    """Return the SHA-256 of the library's bytes; empty if there is no library."""
     try:
         return hashlib.sha256(_library_path().read_bytes()).hexdigest()
     except OSError:
@@ -75,11 +71,7 @@ def available_levels(facts: Facts) -> tuple[str, ...]:
 
 
 def decide_native_kernels(facts: Facts) -> Decision[str]:
-    """Decide the level of the native kernels, or torch's products without any.
-
-    Raises:
-        PlanImpossible: `ARMATURE_ISA` names a level that cannot run here.
-    """
+    """Decide the level of the native kernels, or torch's. Raises `PlanImpossible` for a bad `ARMATURE_ISA`."""
     library = facts.native
     if library is None:
         return Decision(
@@ -98,10 +90,6 @@ def decide_native_kernels(facts: Facts) -> Decision[str]:
             TORCH_KERNELS, "The native library has no kernels for this processor: torch's own products serve."
         )
     return Decision(levels[0], "The best level of the native library that this processor supports.")
-
-
-# Every wheel contains the header that its build was configured with.
-_HEADER = "include/ATen/Config.h"
 
 
 def installed_torch() -> Path | None:

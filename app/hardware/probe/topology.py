@@ -1,7 +1,4 @@
-"""Topology and memory of a Linux machine: cores, SMT siblings, caches, memory nodes, available bytes and page sizes.
-
-The values come from sysfs and /proc. Without sysfs, each processor of /proc/cpuinfo counts as a core.
-"""
+"""Topology and memory of a Linux machine from sysfs and /proc. Without sysfs, each processor counts as a core."""
 
 from __future__ import annotations
 
@@ -24,10 +21,11 @@ _MAX_SIBLINGS = 8  # threads of a core; no processor has more
 # A core below this share of the largest cpu_capacity (Linux Documentation/scheduler/sched-capacity.rst) is an
 # efficiency core. Cores of one kind can differ by a few percent, if the firmware lists their best clocks.
 _EFFICIENCY_SHARE = 0.8
+_DEFAULT_PAGE_BYTES = 4096
+_STRICT_OVERCOMMIT = 2  # Linux Documentation/mm/overcommit-accounting.rst
 
 
 def online_cpus(files: HostFiles) -> tuple[int, ...]:
-    """Return the logical CPUs that are online."""
     listed_online = parse_cpu_list(files.text(f"{_CPUS}/online"))
     if listed_online:
         return listed_online
@@ -68,7 +66,6 @@ def _efficiency_cpus(files: HostFiles, online: tuple[int, ...]) -> frozenset[int
 
 
 def numa_nodes(files: HostFiles) -> tuple[NumaNode, ...]:
-    """Return the memory nodes, ordered by ID."""
     ids = sorted(int(match[1]) for name in files.names(_NODES) if (match := re.fullmatch(r"node(\d{1,6})", name)))
     return tuple(_node(files, node) for node in ids)
 
@@ -87,7 +84,6 @@ def _node(files: HostFiles, node: int) -> NumaNode:
 
 
 def cpu_caches(files: HostFiles) -> tuple[Cache, ...]:
-    """Return the caches of the first online CPU."""
     directory = f"{_CPUS}/cpu{online_cpus(files)[0]}/cache"
     found = [_cache(files, f"{directory}/{name}") for name in files.names(directory) if name.startswith("index")]
     return tuple(cache for cache in found if cache is not None)
@@ -101,12 +97,7 @@ def _cache(files: HostFiles, directory: str) -> Cache | None:
     return Cache(level, kind, size, max(1, len(parse_cpu_list(files.text(f"{directory}/shared_cpu_list")))))
 
 
-_DEFAULT_PAGE_BYTES = 4096
-_STRICT_OVERCOMMIT = 2  # Linux Documentation/mm/overcommit-accounting.rst
-
-
 def meminfo_bytes(files: HostFiles) -> dict[str, int]:
-    """Return the values of /proc/meminfo in bytes."""
     return {
         name: size
         for name, value in parse_fields(files.text("/proc/meminfo")).items()
@@ -128,10 +119,7 @@ def meminfo_available_bytes(meminfo: dict[str, int]) -> int:
 
 
 def commit_left_bytes(files: HostFiles, meminfo: dict[str, int]) -> int | None:
-    """Return the bytes that can still be reserved under strict overcommit (mode 2); None in other modes.
-
-    In mode 2 the kernel refuses address space beyond a limit, even if it is never used.
-    """
+    """Return the bytes that can still be reserved under strict overcommit (mode 2); None in other modes."""
     if files.number("/proc/sys/vm/overcommit_memory") != _STRICT_OVERCOMMIT or "CommitLimit" not in meminfo:
         return None
     return max(0, meminfo["CommitLimit"] - meminfo.get("Committed_AS", 0))
@@ -146,11 +134,7 @@ def page_bytes(files: HostFiles) -> int:
 
 
 def huge_pages(files: HostFiles, meminfo: dict[str, int]) -> HugePages:
-    """Return the huge pages.
-
-    The kernel marks the transparent mode with brackets: `always [madvise] never` (Linux
-    Documentation/admin-guide/mm/transhuge.rst).
-    """
+    """Return the huge pages; `always [madvise] never` marks the transparent mode (transhuge.rst)."""
     mode = re.search(r"\[(\w+)\]", files.text("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     return HugePages(
         transparent=mode[1] if mode else None,

@@ -1,7 +1,6 @@
 """Reads a decoder's config.json into one frozen `ModelConfig`: every difference between families is a value.
 
-Absent values get the family's default, as in transformers; values that are not understood are rejected by name. Torch
-is not needed.
+Absent values get the family's default, as in transformers; values that are not understood are rejected by name.
 """
 
 from __future__ import annotations
@@ -42,6 +41,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
+# ---- layers with a sliding window, and layers with RoPE ------------------------------------------------------------
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +112,15 @@ class ModelConfig:
 
     @property
     def kind(self) -> Literal["decoder"]:
-        """The kind of checkpoint, as engines are selected by."""
         return "decoder"
 
     @property
     def norm_eps(self) -> float:
-        """The epsilon of the norms of hidden states."""
         return self.norm.eps
 
     @property
     def cache_heads(self) -> int:
-        """The heads of keys, and of values, in a row of the cache.
-
-        The inputs of a short convolution may need more than attention has.
-        """
+        """The heads of keys, and of values, in a row of the cache; a short convolution may need more than attention."""
         if self.convolution is None:
             return self.num_kv_heads
         return max(self.num_kv_heads, self.hidden_size // (2 * self.head_dim))
@@ -134,29 +131,22 @@ class ModelConfig:
         return self.num_layers - self.shared_kv_layers
 
     def cache_layer(self, layer: int) -> int:
-        """Return the layer whose keys and values a layer reads."""
         if layer < self.cache_layers:
             return layer
         return max(one for one in range(self.cache_layers) if self.windows[one] == self.windows[layer])
 
     def inner_size(self, layer: int) -> int:
-        """Return the inner size of the MLP of a layer without experts."""
         return self.inner_sizes[layer] if self.inner_sizes else self.intermediate_size
 
     def has_convolution(self, layer: int) -> bool:
-        """Return True if a layer has a short convolution in place of attention."""
         return self.convolution is not None and self.convolution.layers[layer]
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if a layer has a mixture of experts in place of the MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face config.json.
-
-        Raises `CheckpointInvalid` for values that are missing, wrong or unknown.
-        """
+        """Read a Hugging Face config.json. Raises `CheckpointInvalid` for missing, wrong or unknown values."""
         architecture = decoder_architecture(values)
         family = DECODER_FAMILIES[architecture]
         config = _usual_names(values, family)
@@ -193,10 +183,7 @@ def _unscaled_branches(fields: Fields) -> ModelConfig:
 
 
 def decoder_architecture(values: Mapping[str, Any]) -> str:
-    """Return the first supported name in `architectures`.
-
-    If config.json names no architecture, its `model_type` selects the family.
-    """
+    """Return the first supported name in `architectures`, or the family of `model_type` if there is none."""
     names = values.get("architectures") or [
         name for name, family in DECODER_FAMILIES.items() if family.model_type == values.get("model_type")
     ]
@@ -213,7 +200,6 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
 
 
 def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigReader:
-    """Return the decoder's values by their usual names."""
     config = ConfigReader(values)
     if family.text_config is not None:
         inner = config.section(family.text_config)
@@ -225,7 +211,6 @@ def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigRead
 
 
 def _maps(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the maps of which values consist. Those that remember what is asked for are not copied."""
     maps = values.maps if isinstance(values, ChainMap) else [values]
     return [one if isinstance(one, dict) else dict(one) for one in maps]
 
@@ -276,16 +261,8 @@ def _activation(config: ConfigReader, family: DecoderFamily) -> Activation:
     return ACTIVATIONS[name]
 
 
-# ---- layers with a sliding window, and layers with RoPE ------------------------------------------------------------
-
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
 def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -> tuple[str, ...]:
-    """Return `full_attention` or `sliding_attention` for each layer.
-
-    If config.json does not list them, the family's rule decides.
-    """
+    """Return `full_attention` or `sliding_attention` for each layer, from config.json or the family's rule."""
     if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe"):
         return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))
     slides = family.slides
@@ -323,11 +300,7 @@ def _ropes(
 
 
 def _max_model_len(config: ConfigReader, ropes: tuple[RopeConfig | None, ...]) -> int:
-    """Return the longest context.
-
-    This is max_position_embeddings. YaRN gives the original length times its factor, and linear scaling up to
-    max_sequence_length, if that is larger.
-    """
+    """Return the longest context: max_position_embeddings, or what YaRN or linear scaling gives if it is larger."""
     longest = config.integer("max_position_embeddings")
     extended = [longest]
     for rope in filter(None, ropes):

@@ -1,11 +1,12 @@
-"""The decoders: embedding, RoPE angles, last norm and output layer around their layers (`layers/`).
+"""The decoders: embedding, RoPE angles, last norm and output layer around their layers (`layers.py`).
 
-`DecoderBody` is a decoder that is served for its hidden states, such as Qwen3-Embedding or the bidirectional EuroBERT.
+`DecoderBody` is a decoder that is served for its hidden states, such as Qwen3-Embedding.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,26 +14,130 @@ from torch import Tensor, nn
 
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import AltUpConfig, NormConfig
-from app.models.decoders.layers.altup import AltUpEntry, AltUpExit, AltUpLayer
-from app.models.decoders.layers.layer import Attention, DecoderLayer
-from app.models.decoders.layers.vectors import Norm
-from app.models.decoders.rotary import LayerRopeAngles
+from app.models.decoders.layers import AltUpEntry, AltUpExit, AltUpLayer, Attention, DecoderLayer, Norm
+from app.models.decoders.rope import RopeConfig, RopeKind
 from app.models.encoders.config import EncoderConfig
 from armature_kernels.attention.attention import RopeAngles
 from armature_kernels.attention.context import EncodeContext, StepContext
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from armature_kernels.elementwise.embedding import RowFactor, add_embedding_rows, embedding_rows
+from armature_kernels.elementwise.rope import rope_angles
 from armature_kernels.linear.activations import Activations
 from armature_kernels.linear.linear import EmbeddingForm, Linear
+
+
+class RotaryEmbedding:
+    """The angles of one `RopeConfig`.
+
+    With longrope, a server whose contexts may exceed the original length always uses the long factors. (transformers
+    uses the short ones while a sequence is short; keys cached before the border then have wrong angles.)
+    """
+
+    def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device) -> None:
+        frequencies, self.scale = _KINDS[rope.kind](rope, max_model_len)
+        self.frequencies = frequencies.to(device)
+
+    def __call__(self, positions: Tensor) -> RopeAngles:
+        """Map positions [tokens] to cos and signed sin [tokens, 1, dim]."""
+        return rope_angles(positions, self.frequencies, self.scale)
+
+
+class LayerRopeAngles:
+    """The angles of all layers. Layers with the same `RopeConfig` share them; a layer without one gets None."""
+
+    def __init__(self, ropes: Sequence[RopeConfig | None], max_model_len: int, device: torch.device) -> None:
+        distinct = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+        self.rotaries = [RotaryEmbedding(rope, max_model_len, device) for rope in distinct]
+        self.indices = [None if rope is None else distinct.index(rope) for rope in ropes]
+
+    def __call__(self, positions: Tensor) -> list[Tensor]:
+        """Map positions [tokens] to the cos and signed sin of each distinct rotary embedding, one after the other."""
+        return [tensor for rotary in self.rotaries for tensor in rotary(positions)]
+
+    def by_layer(self, computed: Sequence[Tensor]) -> list[RopeAngles | None]:
+        return [None if index is None else (computed[2 * index], computed[2 * index + 1]) for index in self.indices]
+
+
+# ---- frequencies [dim / 2] and the factor on cos and sin, for each kind --------------------------------------------
+
+
+def _plain(rope: RopeConfig) -> Tensor:
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device="cpu") / rope.dim
+    return 1.0 / rope.theta**exponents
+
+
+def _proportional(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
+    """Rotate the first pairs of a whole head only; the others have the frequency 0."""
+    plain = _plain(rope) / rope.factor
+    plain[rope.num_rotated :] = 0.0
+    return plain, 1.0
+
+
+def _llama3(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
+    """Divide the frequencies of waves long against the original context by `factor`, and blend at the border."""
+    plain, length = _plain(rope), rope.original_max_position_embeddings
+    waves = length * plain / (2 * math.pi)  # number of waves that fit
+    blend = ((waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return plain * blend + plain / rope.factor * (1 - blend), 1.0
+
+
+def _yarn(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
+    """Blend as in llama3, over the index, from `beta_fast` to `beta_slow` rotations in the original context."""
+
+    def index_of(rotations: float) -> float:
+        return (
+            rope.dim
+            * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
+
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    width = high - low if high != low else 0.001
+    interpolated = ((torch.arange(rope.dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
+    plain = _plain(rope)
+    return plain / rope.factor * interpolated + plain * (1 - interpolated), _yarn_scale(rope)
+
+
+def _yarn_scale(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1.0 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    return mscale(rope.mscale) / mscale(rope.mscale_all_dim) if rope.mscale and rope.mscale_all_dim else mscale(1.0)
+
+
+def _longrope(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
+    """Divide each frequency by a separate factor, from one set for short contexts and one for long contexts."""
+    original = rope.original_max_position_embeddings
+    is_long = max_model_len > original
+    factors = torch.tensor(rope.long_factor if is_long else rope.short_factor, device="cpu")
+    scale = rope.long_mscale if is_long else rope.short_mscale
+    scale = rope.attention_factor if scale is None else scale
+    if scale is None:
+        scale = 1.0 if rope.factor <= 1.0 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
+    return _plain(rope) / factors, scale
+
+
+_KINDS: Mapping[RopeKind, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {
+    "default": lambda rope, max_model_len: (_plain(rope), 1.0),
+    "linear": lambda rope, max_model_len: (_plain(rope) / rope.factor, 1.0),
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}
 
 
 class Embedding(nn.Module):
     """Ids [tokens] to FP32 [tokens, size], times `scale`.
 
     Ids count from row `first` of the stored table (RoBERTa's positions). `absent_first`: an id without a row has row 0.
-
-    The table keeps its stored dtype and memory, where only used rows are read. If it is tied to an output layer
-    that can return its rows, there is no second table.
+    The table keeps its stored dtype and memory, unless it is tied to an output layer that can return its rows.
     """
 
     def __init__(
@@ -45,7 +150,6 @@ class Embedding(nn.Module):
         self.factor: RowFactor = self.scale  # multiplied with the rows
 
     def set_weight(self, tensor: Tensor) -> None:
-        """Set the table to the stored tensor, without its first rows."""
         self.weight = nn.Parameter(tensor[self.first :], requires_grad=False)
 
     def tie(self, form: EmbeddingForm, even: Tensor | None = None) -> None:
@@ -55,7 +159,6 @@ class Embedding(nn.Module):
             self.factor = self.scale / even
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Return the scaled rows of token_ids [tokens], FP32 [tokens, size]."""
         if self.form is not None:
             return self.form.rows(token_ids, self.factor)
         return embedding_rows(self.weight, token_ids, self.factor, self.absent_first)
@@ -72,14 +175,12 @@ def output_layer(config: ModelConfig) -> Linear:
 
 
 def decoder_layer(config: ModelConfig, layer: int, dtype: torch.dtype) -> DecoderLayer | AltUpLayer:
-    """Return a layer."""
     return (
         DecoderLayer(config, layer, dtype) if config.altup is None else AltUpLayer(config, config.altup, layer, dtype)
     )
 
 
 def position_embedding(config: ModelConfig) -> Embedding | None:
-    """Return the table of learned positions; None if the config has none."""
     if not config.num_positions:
         return None
     rows, first = config.num_positions, config.first_position
@@ -100,10 +201,7 @@ def last_norm(config: ModelConfig) -> NormConfig:
 
 
 class Decoder(nn.Module):
-    """Token ids to logits.
-
-    With several streams, rows of hidden states are those of `layers/altup.py` between `embedded` and `merged`.
-    """
+    """Token ids to logits. With several streams, rows between `embedded` and `merged` are as in `AltUpLayer`."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> None:
         super().__init__()
@@ -125,14 +223,10 @@ class Decoder(nn.Module):
         self.angles = LayerRopeAngles(config.ropes, max_model_len, device)
 
     def forward(self, context: StepContext) -> Tensor | TopLogits:
-        """Return logits [rows, vocab] of the tokens in `logit_rows`, or the top ones of each row."""
         return self.outputs(self.body(context), context.top_logits)
 
     def body(self, context: StepContext) -> Activations:
-        """Compute the input of the output layer, for the tokens in `logit_rows`.
-
-        For the other tokens, the last layer computes only keys and values.
-        """
+        """Compute the input of the output layer, for the tokens in `logit_rows`; others stop at the last KV."""
         result: Activations = self.norm(self.hidden(context))
         return result
 
@@ -164,7 +258,6 @@ class Decoder(nn.Module):
         return hidden
 
     def layer_angles(self, positions: Tensor) -> list[RopeAngles | None]:
-        """Return the angles of rotary embeddings of each layer at these positions."""
         return self.angles.by_layer(self.angles(positions))
 
     def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
@@ -182,8 +275,6 @@ class Decoder(nn.Module):
 
 
 class DecoderBody(nn.Module):
-    """Token ids to hidden states."""
-
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> None:
         super().__init__()
         decoder = config.decoder
@@ -212,3 +303,9 @@ class DecoderBody(nn.Module):
         """Apply the last norm in FP32. It is not a native operation, so it is not part of a recording."""
         result: Tensor = self.norm(hidden)
         return result
+
+
+def build_decoder_model(config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Decoder:
+    """Build a decoder on `meta` in inference mode, without weights; the loader assigns them."""
+    with torch.device("meta"):
+        return Decoder(config, dtype, max_model_len, device).eval()

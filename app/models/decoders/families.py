@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.models.decoders import expert_values as experts
 from app.models.decoders import family_values as values
 from app.models.decoders.families_layer_norm import LAYER_NORM_FAMILIES
 from app.models.decoders.family import DecoderFamily, layer_names
@@ -31,7 +30,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         eps=1e-5,
         theta=1_000_000.0,
         slides=lambda config, layer: True,
-        read=experts.mixtral,
+        read=values.mixtral,
         parts=_MIXTRAL,
     ),
     "PhimoeForCausalLM": DecoderFamily(
@@ -41,7 +40,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         eps=1e-5,
         theta=1_000_000.0,
         slides=lambda config, layer: True,
-        read=experts.phimoe,
+        read=values.phimoe,
         parts=_MIXTRAL,
     ),
     "Ernie4_5_MoeForCausalLM": DecoderFamily(
@@ -52,7 +51,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         theta=500_000.0,
         eps=1e-5,
         interleaved=True,
-        read=experts.ernie_moe,
+        read=values.ernie_moe,
         parts={".mlp.shared_experts.": ".mlp.shared_expert.", ".mlp.moe_statics.": ".mlp.gate."},
         ignored=("model.mtp_",),
     ),
@@ -63,7 +62,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         window=4096,
         attention_biases="qkv",
         slides=values.qwen_slides,
-        read=experts.qwen2_moe,
+        read=values.qwen2_moe,
     ),
     "Qwen3MoeForCausalLM": DecoderFamily(
         model_type="qwen3_moe",
@@ -72,7 +71,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         window=4096,
         head_norm=_PER_HEAD,
         slides=lambda config, layer: True,
-        read=experts.qwen3_moe,
+        read=values.qwen3_moe,
     ),
     "OlmoeForCausalLM": DecoderFamily(
         model_type="olmoe",
@@ -80,12 +79,12 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         title="OLMoE",
         eps=1e-5,
         head_norm=HeadNormConfig(scope="together"),
-        read=experts.olmoe,
+        read=values.olmoe,
     ),
     "GraniteMoeForCausalLM": DecoderFamily(
         model_type="granitemoe",
         title="Granite 3 with experts",
-        read=experts.granite_moe,
+        read=values.granite_moe,
         parts={
             "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
             "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
@@ -101,7 +100,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         window=128,
         fields={"activation": "swiglu_oai", "mlp_bias": True, "has_sinks": True},
         slides=lambda config, layer: layer % 2 == 0,
-        read=experts.gpt_oss,
+        read=values.gpt_oss,
         parts={".mlp.router.": ".mlp.gate."},
         expert_layout="interleaved",
     ),
@@ -113,7 +112,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         attention_biases="config_qkv",
         eps=1e-5,
         head_norm=_PER_HEAD,
-        read=experts.glm4_moe,
+        read=values.glm4_moe,
         parts={".mlp.shared_experts.": ".mlp.shared_expert."},
         has_more_layers=True,
     ),
@@ -121,20 +120,20 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         model_type="deepseek_v2",
         title="DeepSeek-V2, its Lite and Coder models",
         has_mlp_bias=True,
-        read=experts.deepseek_v2,
+        read=values.deepseek_v2,
         **_LATENT,
     ),
     "DeepseekV3ForCausalLM": DecoderFamily(
         model_type="deepseek_v3",
         title="DeepSeek-V3, V3.1 and R1; Moonlight and Kimi K2 with a tokenizer.json",
-        read=experts.deepseek_v3,
+        read=values.deepseek_v3,
         **_LATENT,
     ),
     "Glm4MoeLiteForCausalLM": DecoderFamily(
         model_type="glm4_moe_lite",
         title="GLM 4.7 Flash",
         eps=1e-5,
-        read=experts.glm4_moe_lite,
+        read=values.glm4_moe_lite,
         **_LATENT,
     ),
 }
@@ -485,7 +484,7 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         model_type="lfm2_moe",
         title="LFM2 with experts",
         aliases={"num_experts": "num_local_experts"},
-        read=experts.lfm2_moe,
+        read=values.lfm2_moe,
         parts={"feed_forward.expert_bias": "feed_forward.gate.e_score_correction_bias", **_LFM2.parts},
     ),
     "CwmForCausalLM": DecoderFamily(

@@ -10,28 +10,32 @@ from statistics import NormalDist
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
-from app.models.decoders.layer_config import AltUpConfig, ConvolutionConfig, HeadNormConfig, LatentConfig, NormConfig
+from app.models.decoders.layer_config import (
+    AltUpConfig,
+    ConvolutionConfig,
+    ExpertsConfig,
+    HeadNormConfig,
+    LatentConfig,
+    NormConfig,
+)
 from app.models.decoders.rope import RopeConfig
 from armature_kernels.elementwise.latent_sizes import LatentHeads
+from armature_kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
+from armature_kernels.native.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
+
+_MAX_STREAMS = 8  # csrc/ops.h
+_SPARSE_LAYERS, _SPARSITY = 10, 0.95  # transformers' default, in models of more layers
 
 
 def refuse(config: ConfigReader, name: str, unless: object, reason: str) -> None:
-    """Check that a value is absent or `unless`.
-
-    Raises:
-        CheckpointInvalid: It is something else; the message says that `reason` is not offered.
-    """
+    """Check that a value is absent or `unless`. Raises `CheckpointInvalid`: `reason` is not offered."""
     value = config.values.get(name)
     if value is not None and value != unless:
         raise CheckpointInvalid(f"{config.where}: {name} is {value!r}, and {reason} is not offered.")
 
 
 def known_texts(config: ConfigReader, name: str, length: int, known: str) -> tuple[str, ...]:
-    """Return a list of so many words.
-
-    Raises:
-        CheckpointInvalid: One is not in `known`, which are separated by spaces.
-    """
+    """Return a list of so many words. Raises `CheckpointInvalid` if one is not in `known`, separated by spaces."""
     found = config.texts(name, length)
     unknown = sorted(set(found).difference(known.split()))
     if unknown:
@@ -64,7 +68,6 @@ def _without_rope(ropes: Sequence[RopeConfig | None], kept: Sequence[bool]) -> t
 
 
 def qwen_slides(config: ConfigReader, layer: int) -> bool:
-    """Return True for the layers of Qwen 2 and 3 with a window."""
     return config.boolean("use_sliding_window", False) and layer >= config.integer("max_window_layers", 28, at_least=0)
 
 
@@ -74,7 +77,6 @@ def smollm3_slides(config: ConfigReader, layer: int) -> bool:
 
 
 def smollm3(config: ConfigReader, fields: Fields) -> Fields:
-    """Leave some layers without rotary embeddings."""
     kept = [_has_rope(config, layer) for layer in range(fields["num_layers"])]
     return {"ropes": _without_rope(fields["ropes"], kept)}
 
@@ -88,7 +90,6 @@ def _has_rope(config: ConfigReader, layer: int) -> bool:
 
 
 def granite(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the four multipliers of Granite."""
     return {
         "attention_scale": config.number("attention_multiplier", 1.0),
         "embedding_scale": config.number("embedding_multiplier", 1.0),
@@ -109,7 +110,6 @@ def gemma(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def gemma2(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the scale of attention and the two caps."""
     return {
         **gemma3(config, fields),
         "attention_softcap": _cap(config, "attn_logit_softcapping", 50.0),
@@ -159,7 +159,6 @@ def jais2(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def olmo(config: ConfigReader, fields: Fields) -> Fields:
-    """Refuse clipped queries, keys and values."""
     refuse(config, "clip_qkv", None, "clipping queries, keys and values")
     return {}
 
@@ -210,13 +209,11 @@ def convolutions(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def ernie(config: ConfigReader, fields: Fields) -> Fields:
-    """Read use_bias, which is about all products."""
     bias = config.boolean("use_bias", False)
     return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
 
 
 def hunyuan(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the base of the rotary embeddings, which alpha raises for long contexts."""
     for name in ("rope_parameters", "rope_scaling"):
         section = config.section(name)
         if section.text("rope_type", section.text("type", "default")) == "dynamic" and section.values.get("alpha"):
@@ -246,8 +243,6 @@ def exaone4_slides(config: ConfigReader, layer: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LatentDefaults:
-    """What config.json omits if it is so: sizes of a head, and ranks. `value` None: hidden_size / num_attention_heads."""
-
     plain: int = 128
     value: int | None = 128
     rank: int = 512
@@ -258,10 +253,7 @@ LATENT = LatentDefaults()
 
 
 def latent(config: ConfigReader, fields: Fields, defaults: LatentDefaults, interleaved: bool = True) -> Fields:
-    """Read latent attention; `head_dim` of the fields so far is that of the rotated part.
-
-    With YaRN, `mscale_all_dim` also scales the scores.
-    """
+    """Read latent attention; `head_dim` so far is the rotated part. With YaRN, `mscale_all_dim` scales scores too."""
     value = defaults.value or fields["hidden_size"] // fields["num_heads"]
     heads = LatentHeads(
         fields["num_heads"],
@@ -290,7 +282,6 @@ def latent(config: ConfigReader, fields: Fields, defaults: LatentDefaults, inter
 
 
 def youtu(config: ConfigReader, fields: Fields) -> Fields:
-    """Read latent attention as in DeepSeek-V3, without experts."""
     return latent(config, fields, LATENT)
 
 
@@ -331,13 +322,11 @@ def cohere2(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def phi(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the norms of queries and keys."""
     refuse(config, "qk_layernorm", False, "LayerNorm of queries and keys with biases")
     return {}
 
 
 def stablelm(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the biases and the placement of the norms."""
     refuse(config, "qk_layernorm", False, "a separate norm for each head")
     parallel = config.boolean("use_parallel_residual", False)
     return {
@@ -349,7 +338,6 @@ def stablelm(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def starcoder2(config: ConfigReader, fields: Fields) -> Fields:
-    """Read use_bias, which is about all products."""
     bias = config.boolean("use_bias", True)
     return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
 
@@ -376,7 +364,6 @@ def falcon(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def gpt_neox(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the placement of the norms and the biases of attention."""
     bias = config.boolean("attention_bias", True)
     return {
         "placement": "parallel" if config.boolean("use_parallel_residual", True) else "pre",
@@ -386,7 +373,6 @@ def gpt_neox(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def gptj(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the number of elements of a head that are rotated."""
     dim = config.integer("rotary_dim", 64)
     if dim % 2 or dim > fields["head_dim"]:
         raise CheckpointInvalid(f"{config.where}: rotary_dim {dim} cannot be paired in heads of {fields['head_dim']}.")
@@ -394,7 +380,6 @@ def gptj(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def gpt2(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the learned positions."""
     refuse(config, "scale_attn_by_inverse_layer_idx", False, "a scale of attention for each layer")
     refuse(config, "add_cross_attention", False, "attention to an encoder")
     scale = fields["attention_scale"] if config.boolean("scale_attn_weights", True) else 1.0
@@ -482,10 +467,6 @@ def mpt(config: ConfigReader, fields: Fields) -> Fields:
     }
 
 
-_MAX_STREAMS = 8  # csrc/ops.h
-_SPARSE_LAYERS, _SPARSITY = 10, 0.95  # transformers' default, in models of more layers
-
-
 def gemma3n(config: ConfigReader, fields: Fields) -> Fields:
     """Read the streams, the sparse gates, the inner sizes, and which layers share keys and values."""
     refuse(config, "altup_active_idx", 0, "computing with another hidden state than the first")
@@ -511,7 +492,6 @@ def gemma3n(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def _inner_sizes(config: ConfigReader, layers: int) -> tuple[int, ...]:
-    """Return the inner size of each layer; none if all have the same."""
     if not isinstance(config.values["intermediate_size"], list):
         return ()
     sizes = config.integers("intermediate_size")
@@ -523,7 +503,6 @@ def _inner_sizes(config: ConfigReader, layers: int) -> tuple[int, ...]:
 
 
 def _sparsities(config: ConfigReader, layers: int) -> tuple[float, ...]:
-    """Return for each layer the share of its gates that become 0."""
     if config.has("activation_sparsity_pattern"):
         return config.numbers("activation_sparsity_pattern", layers)
     sparse = _SPARSE_LAYERS if layers > _SPARSE_LAYERS else 0
@@ -548,3 +527,242 @@ def _shared_kv_layers(config: ConfigReader, windows: tuple[int | None, ...]) -> 
             " them has the kind of attention that some of them have (layer_types)."
         )
     return shared
+
+
+def _checked(config: ConfigReader, experts: ExpertsConfig) -> Fields:
+    """Return the field of the experts. Raises `CheckpointInvalid` for numbers that are contradictory or too large."""
+    routing = experts.routing
+    if routing.num_experts > MAX_EXPERTS:
+        raise CheckpointInvalid(f"{config.where}: {routing.num_experts} experts are more than {MAX_EXPERTS}.")
+    groups, kept = routing.num_groups, routing.top_groups
+    if routing.num_experts % groups or kept > groups:
+        raise CheckpointInvalid(
+            f"{config.where}: {kept} of {groups} groups cannot be selected from {routing.num_experts} experts."
+        )
+    if groups > 1 and routing.group_rating == "two best" and routing.num_experts // groups < 2:
+        raise CheckpointInvalid(f"{config.where}: groups of experts must have two at least.")
+    if routing.top_k > routing.num_experts // groups * kept:
+        raise CheckpointInvalid(
+            f"{config.where}: {routing.top_k} experts of each token cannot be selected from"
+            f" {routing.num_experts // groups * kept}."
+        )
+    return {"experts": experts}
+
+
+def _everywhere(fields: Fields) -> tuple[bool, ...]:
+    return (True,) * int(fields["num_layers"])
+
+
+def _sparse_layers(config: ConfigReader, fields: Fields) -> tuple[bool, ...]:
+    step, dense = config.integer("decoder_sparse_step", 1), config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, Sequence):
+        raise CheckpointInvalid(f"{config.where}: mlp_only_layers must be a list of layers.")
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(fields["num_layers"]))
+
+
+def _routing(config: ConfigReader, number: str, count: int, top_k: int) -> Routing:
+    return Routing(
+        config.integer(number, count),
+        config.integer("num_experts_per_tok", top_k),
+        renormalize=config.boolean("norm_topk_prob", False),
+    )
+
+
+def mixtral(config: ConfigReader, fields: Fields) -> Fields:
+    routing = Routing(config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2))
+    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+
+
+def phimoe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Phi-3.5-MoE, of which its router always selects two, and the bias of the logits."""
+    refuse(config, "num_experts_per_tok", 2, "another number of experts of each token than two")
+    jitter = config.number("router_jitter_noise", 0.01)
+    routing = Routing(config.integer("num_local_experts", 16), 2, "sparsemixer", renormalize=False, jitter=jitter)
+    experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields))
+    return {**_checked(config, experts), "logits_bias": config.boolean("lm_head_bias", False)}
+
+
+def granite_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Granite: a softmax over the logits of the selected ones gives their weights."""
+    return {**granite(config, fields), **mixtral(config, fields)}
+
+
+def olmoe(config: ConfigReader, fields: Fields) -> Fields:
+    refuse(config, "clip_qkv", None, "clipping queries, keys and values")
+    routing = _routing(config, "num_experts", 64, 8)
+    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+
+
+def qwen2_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Qwen 1.5 and 2, with a gated shared expert, and the biases of attention."""
+    experts = ExpertsConfig(
+        _routing(config, "num_experts", 60, 4),
+        config.integer("moe_intermediate_size", 1408),
+        _sparse_layers(config, fields),
+        shared_size=config.integer("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )
+    return {**_checked(config, experts), "qkv_bias": config.boolean("qkv_bias", True)}
+
+
+def qwen3_moe(config: ConfigReader, fields: Fields) -> Fields:
+    size = config.integer("moe_intermediate_size", 768)
+    routing = _routing(config, "num_experts", 128, 8)
+    return _checked(config, ExpertsConfig(routing, size, _sparse_layers(config, fields)))
+
+
+def gpt_oss(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of gpt-oss, whose gates are clamped, and the biases of attention.
+
+    transformers writes YaRN even if config.json has no rotary embeddings.
+    """
+    refuse(config, "swiglu_alpha", SWIGLU_ALPHA, "another factor in the experts' gates than 1.702")
+    refuse(config, "swiglu_limit", SWIGLU_LIMIT, "another limit of the experts' gates than 7")
+    routing = Routing(config.integer("num_local_experts", 128), config.integer("num_experts_per_tok", 4))
+    experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields), router_bias=True)
+    bias = config.boolean("attention_bias", True)
+    found = {**_checked(config, experts), "qkv_bias": bias, "output_bias": bias}
+    if config.has("rope_parameters") or config.has("rope_scaling"):
+        return found
+    rope = RopeConfig(150_000.0, fields["head_dim"], "yarn", 32.0, 4096, truncate=False)
+    return {**found, "ropes": (rope,) * fields["num_layers"]}
+
+
+def _sigmoid_routing(
+    config: ConfigReader, count: int, top_k: int, scale: float, groups: tuple[int, int] = (1, 1)
+) -> Routing:
+    return Routing(
+        config.integer("n_routed_experts", count),
+        config.integer("num_experts_per_tok", top_k),
+        "sigmoid",
+        config.boolean("norm_topk_prob", True),
+        config.number("routed_scaling_factor", scale),
+        1e-20,
+        config.integer("n_group", groups[0]),
+        config.integer("topk_group", groups[1]),
+        "two best",
+    )
+
+
+def _experts_after(config: ConfigReader, fields: Fields, dense: int) -> tuple[bool, ...]:
+    first = config.integer("first_k_dense_replace", dense, at_least=0)
+    return tuple(layer >= first for layer in range(fields["num_layers"]))
+
+
+def ernie_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Ernie 4.5, which are in every so many layers of a range of them."""
+    refuse(config, "use_bias", False, "a bias in products around experts that have none")
+    size = config.integer("moe_intermediate_size", 1536)
+    routing = Routing(
+        config.integer("moe_num_experts", 64),
+        config.integer("moe_k", 6),
+        epsilon=config.number("moe_norm_min", 1e-12),
+    )
+    count, step = fields["num_layers"], config.integer("moe_layer_interval", 1)
+    first, last = config.integer("moe_layer_start_index", 1, at_least=0), config.values.get("moe_layer_end_index", -1)
+    last = count - 1 if last in (-1, None) else config.integer("moe_layer_end_index", at_least=0)
+    experts = ExpertsConfig(
+        routing,
+        size,
+        tuple((layer + 1) % step == 0 and first <= layer <= last for layer in range(count)),
+        shared_size=size * config.integer("moe_num_shared_experts", 2, at_least=0),
+        selection_bias=True,
+    )
+    return _checked(config, experts)
+
+
+def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of GLM 4.5, which begin after some dense layers, and the norms of queries and keys."""
+    size = config.integer("moe_intermediate_size", 1408)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 128, 8, 1.0),
+        size,
+        _experts_after(config, fields, 1),
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    norms = {} if config.boolean("use_qk_norm", False) else {"head_norm": None}
+    return {**_checked(config, experts), **norms}
+
+
+def lfm2_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the short convolutions of LFM2, and the experts, which begin after some dense layers."""
+    routing = Routing(
+        config.integer("num_experts", 32),
+        config.integer("num_experts_per_tok", 4),
+        "sigmoid",
+        config.boolean("norm_topk_prob", True),
+        config.number("routed_scaling_factor", 1.0),
+        1e-6,
+    )
+    dense = config.integer("num_dense_layers", 2, at_least=0)
+    experts = ExpertsConfig(
+        routing,
+        config.integer("moe_intermediate_size", 1792),
+        tuple(layer >= dense for layer in range(fields["num_layers"])),
+        selection_bias=config.boolean("use_expert_bias", True),
+    )
+    return {**_checked(config, experts), **convolutions(config, fields)}
+
+
+def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention and the experts of DeepSeek-V2, whose weights are not divided by their sum."""
+    refuse(
+        config,
+        "norm_topk_prob",
+        False,
+        "dividing the weights of experts by their sum, which implementations do differently,",
+    )
+    refuse(config, "scoring_func", "softmax", "another score of experts than softmax")
+    refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")
+    size, method = config.integer("moe_intermediate_size", 1407), config.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CheckpointInvalid(
+            f"{config.where}: topk_method {method!r} is not known; known are greedy and group_limited_greedy."
+        )
+    has_groups = method == "group_limited_greedy"
+    routing = Routing(
+        config.integer("n_routed_experts", 64),
+        config.integer("num_experts_per_tok"),
+        renormalize=False,
+        scale=config.number("routed_scaling_factor", 1.0),
+        num_groups=config.integer("n_group") if has_groups else 1,
+        top_groups=config.integer("topk_group") if has_groups else 1,
+    )
+    shared = size * config.integer("n_shared_experts", 2, at_least=0)
+    experts = ExpertsConfig(routing, size, _experts_after(config, fields, 0), shared)
+    return {**_checked(config, experts), **latent(config, fields, LATENT)}
+
+
+def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
+    refuse(config, "scoring_func", "sigmoid", "another score of experts than sigmoid")
+    refuse(config, "topk_method", "noaux_tc", "another selection of experts than noaux_tc")
+    refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")
+    size = config.integer("moe_intermediate_size", 2048)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 256, 8, 2.5, groups=(8, 4)),
+        size,
+        _experts_after(config, fields, 3),
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    return {**_checked(config, experts), **latent(config, fields, LATENT)}
+
+
+def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention and the experts of GLM 4.7 Flash."""
+    size, layers = config.integer("moe_intermediate_size", 1536), fields["num_layers"]
+    sparse = tuple(layer > 0 for layer in range(layers))
+    if config.has("mlp_layer_types"):
+        sparse = tuple(name == "sparse" for name in known_texts(config, "mlp_layer_types", layers, "dense sparse"))
+    elif config.has("first_k_dense_replace"):
+        sparse = _experts_after(config, fields, 1)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 64, 4, 1.8),
+        size,
+        sparse,
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    sizes = LatentDefaults(plain=192, value=256, query_rank=768)
+    return {**_checked(config, experts), **latent(config, fields, sizes)}

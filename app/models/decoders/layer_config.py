@@ -24,10 +24,7 @@ QkvLayout = Literal["stacked", "grouped"]
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
-    """A norm of hidden states: RMSNorm, or LayerNorm.
-
-    `offset` is added to the stored weights. Without `has_weight` the weights are 1.
-    """
+    """RMSNorm or LayerNorm of hidden states. `offset` is added to the stored weights; without `has_weight` they are 1."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
@@ -40,8 +37,8 @@ class NormConfig:
 class HeadNormConfig:
     """The norm of queries and the norm of keys.
 
-    `scope`: the statistics and the weights are those of one head, which all heads share; those of each head; or those of
-    all heads together. `after_rope`: rotary embeddings are applied first. `values`: values have an RMSNorm without weights.
+    `scope`: statistics and weights are one head's, which all heads share; each head's; or all heads' together.
+    `after_rope`: rotary embeddings are applied first. `values`: values have an RMSNorm without weights.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -52,7 +49,6 @@ class HeadNormConfig:
     values: bool = False
 
     def num_weights(self, heads: int, head_dim: int) -> int:
-        """Return the number of weights for this many heads."""
         return head_dim if self.scope == "shared" else heads * head_dim
 
 
@@ -60,7 +56,7 @@ class HeadNormConfig:
 class LatentConfig:
     """Multi-head latent attention: keys and values come from a row of `rank` elements that all heads share.
 
-    Queries come from a row of `query_rank` elements; None: from the hidden state. Both rows have an RMSNorm with `eps`.
+    Queries come from a row of `query_rank` elements; None: from the hidden state. Both rows have an RMSNorm.
     """
 
     heads: LatentHeads
@@ -81,8 +77,8 @@ class ConvolutionConfig:
 class AltUpConfig:
     """Several hidden states for each token, its streams (AltUp), with what the layers around them have.
 
-    A layer computes with the first stream, and adds a branch of rank `laurel_rank` beside attention (LAuReL). Each layer
-    also reads `input_size` elements of its own for each token, from a table with `input_vocab_size` rows for all layers.
+    A layer computes with the first stream, and adds a branch of rank `laurel_rank` beside attention (LAuReL). Each
+    layer also reads `input_size` elements of its own for each token, from a table of `input_vocab_size` rows.
     """
 
     num_streams: int
@@ -95,10 +91,9 @@ class AltUpConfig:
 class ExpertsConfig:
     """A mixture of experts in place of the MLP of some layers: gated MLPs with an inner size of `size`.
 
-    `layers` says for each layer whether it has experts. Every token also passes a shared expert of `shared_size`, unless
-    that is 0; with `shared_gate` its result is multiplied by the sigmoid of a further output of the router. With
-    `selection_bias` the checkpoint holds a bias that is added to the scores for the selection only. `router_bias`: the
-    router's product has a bias.
+    Every token also passes a shared expert of `shared_size`, unless that is 0; with `shared_gate` its result is
+    multiplied by the sigmoid of a further output of the router. With `selection_bias` a stored bias is added to the
+    scores for the selection only. `router_bias`: the router's product has a bias.
     """
 
     routing: Routing

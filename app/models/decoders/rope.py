@@ -37,8 +37,7 @@ _KEYS = frozenset(
 class RopeConfig:
     """Rotary embeddings of one layer: they rotate the first `dim` elements of a head, with base `theta`.
 
-    `factor` scales the context beyond `original_max_position_embeddings`. Each other field belongs to one kind,
-    and is None or empty for the others.
+    `factor` scales the context beyond `original_max_position_embeddings`. Each other field belongs to one kind.
     """
 
     theta: float
@@ -66,12 +65,8 @@ def parse_rope(
 ) -> RopeConfig:
     """Read the rotary embeddings of one kind of layer.
 
-    Args:
-        config: The values of config.json.
-        head_dim: Elements of a head.
-        default_theta: The base, unless config.json has one.
-        layer_type: The kind of layer among nested `rope_parameters`, as in Gemma 3.
-        partial: The share of a head that is rotated, unless config.json has one.
+    `default_theta` and `partial`, the share of a head that is rotated, hold unless config.json has them. `layer_type`
+    is the key among nested `rope_parameters`, as in Gemma 3.
     """
     section = _section(config, layer_type)
     unknown = sorted(name for name, value in section.values.items() if name not in _KEYS and value is not None)
@@ -145,5 +140,4 @@ def _scaled(config: ConfigReader, section: ConfigReader, plain: RopeConfig) -> R
 
 
 def _number_or_none(section: ConfigReader, name: str) -> float | None:
-    """Return a number; 0 counts as absent, as in transformers."""
     return section.number(name) if section.values.get(name) else None

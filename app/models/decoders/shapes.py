@@ -1,7 +1,4 @@
-"""The tensors that serving a decoder needs, by Llama's names, and their shapes.
-
-Derived from the config alone, without torch. `stored.py` says how checkpoints of other families name and order them.
-"""
+"""The tensors that serving a decoder needs, by Llama's names, and their shapes, from the config alone."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from app.models.decoders.layer_config import AltUpConfig, LatentConfig, NormConf
 from armature_kernels.linear.layout import PANEL_OUTPUTS
 
 Shape = tuple[int, ...]
+_STREAM_MATRICES = (".altup.prediction_coefs", ".altup.correction_coefs")
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Shape]:
@@ -62,10 +60,7 @@ def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
 
 
 def dense_products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
-    """Yield the shapes of `products_of` that every token passes: without experts of which it passes some.
-
-    `narrow_products` are not among them.
-    """
+    """Yield the shapes of `products_of` that every token passes, without `narrow_products`."""
     for layer in range(config.num_layers):
         for product in mixer_products(config, layer):
             yield (sum(product.rows), product.inputs), product.bias
@@ -109,7 +104,6 @@ def expert_weights(config: ModelConfig) -> int:
 
 
 def is_expert(source: str) -> bool:
-    """Return True for the weights of an expert of which tokens pass some."""
     return ".mlp.experts." in source
 
 
@@ -118,14 +112,8 @@ def is_router(source: str) -> bool:
     return source.endswith((".mlp.gate", ".mlp.shared_expert_gate", ".altup.modality_router", *_STREAM_MATRICES))
 
 
-_STREAM_MATRICES = (".altup.prediction_coefs", ".altup.correction_coefs")
-
-
 def narrow_products(config: ModelConfig) -> dict[str, Shape]:
-    """Return the products around AltUp, by their sources: those of the branches of its layers, and those between streams.
-
-    They are few and what they compute reaches every layer, so they have at least eight bits.
-    """
+    """Return the products around AltUp by source, few and read by every layer, so they have at least eight bits."""
     altup, size = config.altup, config.hidden_size
     if altup is None:
         return {}
@@ -201,7 +189,6 @@ def up_sources(config: ModelConfig, mlp: str = "mlp") -> tuple[str, ...]:
 
 
 def norms_of(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of one layer's norms of hidden states."""
     match config.placement:
         case "pre":
             return ("input_layernorm", "post_attention_layernorm")
@@ -242,7 +229,6 @@ def norm_elements(config: ModelConfig) -> int:
 
 
 def _altup_elements(config: ModelConfig) -> int:
-    """Return the number of elements of what AltUp holds in FP32."""
     altup, size = config.altup, config.hidden_size
     if altup is None:
         return 0

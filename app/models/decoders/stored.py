@@ -11,6 +11,7 @@ from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import DECODER_FAMILIES
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+EXPERT_PRODUCTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def our_name(config: ModelConfig, stored: str) -> str | None:
@@ -42,7 +43,6 @@ def is_unused(config: ModelConfig, name: str) -> bool:
 
 
 def is_computed(config: ModelConfig, stored: str) -> bool:
-    """Return True for tensors of old files that are computed here."""
     return stored.endswith(DECODER_FAMILIES[config.architecture].computed)
 
 
@@ -55,8 +55,8 @@ def is_transposed(config: ModelConfig, name: str) -> bool:
 class HeadRows:
     """The order in which a file has the rows of `heads` query heads, then `kv_heads` key and value heads.
 
-    `grouped`: for each key/value head its queries, its key and its value follow each other. `rotated`: so many elements of
-    each query and key are ordered for a rotation of neighbours: element 2i + j in the file is i + j · rotated / 2 here.
+    `grouped`: for each key/value head its queries, its key and its value follow each other. `rotated`: elements of each
+    query and key for a rotation of neighbours: 2i + j in the file is i + j · rotated / 2 here.
     """
 
     heads: int
@@ -116,10 +116,7 @@ def head_rows(config: ModelConfig, name: str) -> HeadRows | None:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """Some rows of one expert in a tensor that holds those of all experts, by our name.
-
-    `transposed`: they are columns there.
-    """
+    """Some rows, or if `transposed` columns, of one expert in a tensor that holds those of all experts."""
 
     name: str
     expert: int
@@ -127,14 +124,11 @@ class ExpertPart:
     transposed: bool = False
 
 
-EXPERT_PRODUCTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-
-
 def expert_parts(config: ModelConfig, ours: str, shape: tuple[int, ...]) -> list[ExpertPart]:
     """Return the tensors in a tensor [experts, rows, columns]; none if it does not hold all experts of a layer.
 
-    The rows of gates come before those of ups. In `interleaved` files gates and ups take turns, weights are
-    [experts, columns, rows], and biases are [experts, rows].
+    The rows of gates come before those of ups. In `interleaved` files gates and ups take turns, weights are [experts,
+    columns, rows], and biases are [experts, rows].
     """
     at, _, stored = ours.rpartition(".")
     interleaved = DECODER_FAMILIES[config.architecture].expert_layout == "interleaved"

@@ -1,8 +1,7 @@
 """The configuration of an encoder: one frozen `EncoderConfig` in which every difference between families is a value.
 
-`models/encoders/config_reader.py` creates it. An encoder maps texts to vectors or to labels; a decoder served for its
-hidden states is also one (`decoder`). The names and shapes of the tensors that a checkpoint must have follow from the
-configuration alone. Torch is not needed.
+An encoder maps texts to vectors or to labels; a decoder served for its hidden states is also one (`decoder`). The names
+and shapes of its tensors follow from the configuration alone.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class DenseConfig:
 class HeadConfig:
     """A classification head: pooling, act(dense), its norm, then `out`, which gives one logit per label.
 
-    `pooling` "late" takes the mean of the logits of all tokens instead. `bias` belongs to `out`; the norm's bias
-    follows the encoder's `norm_bias`.
+    `pooling` "late" takes the mean of the logits of all tokens. `bias` belongs to `out`.
     """
 
     pooling: Literal["cls", "mean", "last", "late"] = "cls"
@@ -55,8 +53,8 @@ class HeadConfig:
 class PoolingConfig:
     """Pooling of a text's hidden states to one vector.
 
-    The results of all `modes` are concatenated, then go through `dense`, and get unit length if `normalizes`.
-    `prompts` are prefixes of a text, by name. `skips_prompt` means that their tokens are not pooled.
+    The results of all `modes` are concatenated, go through `dense`, and get unit length if `normalizes`. `prompts` are
+    prefixes of a text, by name; `skips_prompt`: their tokens are not pooled.
     """
 
     modes: tuple[PoolingMode, ...] = ("mean",)
@@ -117,7 +115,6 @@ class EncoderConfig:
 
     @property
     def kind(self) -> Literal["encoder"]:
-        """The kind of checkpoint, as engines are selected by."""
         return "encoder"
 
     @property
@@ -134,7 +131,7 @@ class EncoderConfig:
 
 
 def positions_of(token_ids: Sequence[int], padding_id: int | None) -> Sequence[int]:
-    """Return the position of each token, from the one of the padding token on if there is a padding id.
+    """Return the position of each token, from the padding token's on if there is a padding id.
 
     Source: `create_position_ids_from_input_ids` in transformers' models/roberta/modeling_roberta.py.
     """
@@ -147,19 +144,13 @@ def positions_of(token_ids: Sequence[int], padding_id: int | None) -> Sequence[i
 
 
 def encoder_tensors_of(config: EncoderConfig) -> dict[str, Shape]:
-    """Return name to shape of every tensor that serving needs; weights are [out, in] as in torch.
-
-    The layers of a decoder keep their own names.
-    """
+    """Return name to shape of every tensor that serving needs; weights are [out, in] as in torch."""
     body = _body(config) if config.decoder is None else tensors_of(config.decoder).items()
     return {**dict(body), **dict(_head(config)), **dict(_dense(config))}
 
 
 def encoder_products_of(config: EncoderConfig) -> Iterator[tuple[Shape, bool]]:
-    """Yield the shape of every product of the layers, and True if it has a bias.
-
-    Products are listed as computed: queries, keys and values are one product, gate and up too.
-    """
+    """Yield the shape of every product of the layers, as computed (`products_of`), and True if it has a bias."""
     if config.decoder is not None:
         yield from products_of(config.decoder)
         return
@@ -184,10 +175,7 @@ def encoder_tables_of(config: EncoderConfig) -> Iterator[str]:
 
 
 def encoder_norm_elements(config: EncoderConfig) -> int:
-    """Return the number of elements that are always FP32.
-
-    These are norms, the distance bias, the head and the dense modules after pooling.
-    """
+    """Return the number of elements that are always FP32: norms, distance bias, head and dense modules."""
     if config.decoder is not None:
         norms = norm_elements(config.decoder)
     else:

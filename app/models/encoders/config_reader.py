@@ -1,7 +1,6 @@
-"""Reads an encoder's config.json. Absent values get the family's default, as in transformers.
+"""Reads an encoder's config.json.
 
-Values that are not understood are rejected by name. Torch is not needed. The other files of a
-sentence-transformers directory are passed as `SentenceConfig`.
+Absent values get the family's default, as in transformers; values that are not understood are rejected by name.
 """
 
 from __future__ import annotations
@@ -54,10 +53,32 @@ _HEAD_ACTIVATIONS: Mapping[str, DenseActivation] = {"tanh": "tanh", "relu": "rel
 # Kinds of problems, as transformers' configuration_utils.py checks them.
 _PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")
 _DEFAULT_LABELS = 2  # default of transformers
+ENCODER_ACTIVATIONS: Mapping[str, EncoderActivation] = {
+    **ACTIVATIONS,
+    "relu": "relu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python": "gelu",
+}
+MPNET_BUCKETS = 32  # fixed, whatever config.json contains: transformers always uses this number
+# Endings of the names of classes that give vectors or labels.
+_ENCODER_ENDINGS = (
+    "Model",
+    "ForMaskedLM",
+    "ForPreTraining",
+    CLASSIFIER_SUFFIX,
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
+# Names of these values in DistilBERT's config.json.
+_DISTILBERT_NAMES: Mapping[str, str] = {
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+}
 
 
 def read_head(kind: EncoderClass, config: ConfigReader) -> HeadConfig:
-    """Return the head of the family's ForSequenceClassification."""
     if kind.stem == "EuroBert":
         return HeadConfig(
             pooling=_pooling(config, {"bos": "cls", "mean": "mean", "late": "late"}, "late"), activation="gelu"
@@ -102,10 +123,8 @@ def read_labels(config: ConfigReader) -> tuple[str, ...]:
 def read_score_function(config: ConfigReader, num_labels: int) -> ScoreFunction:
     """Return the function that turns logits into scores.
 
-    A single label gets the function that the checkpoint names. Otherwise `problem_type` decides: the values of a
-    regression are the scores, one label and several independent ones get a sigmoid, and others a softmax.
-
-    Source: transformers' pipelines/text_classification.py.
+    A single label gets the function that the checkpoint names. Otherwise `problem_type` decides. Source: transformers'
+    pipelines/text_classification.py.
     """
     named = config.section("sentence_transformers").values.get("activation_fn")
     named = config.values.get("sbert_ce_default_activation_function") if named is None else named
@@ -121,7 +140,6 @@ def read_score_function(config: ConfigReader, num_labels: int) -> ScoreFunction:
 
 
 def score_function(path: Any) -> ScoreFunction:
-    """Return the score function for the name of a torch module."""
     name = str(path).rpartition(".")[2]
     if name not in ("Sigmoid", "Identity", "Softmax"):
         raise CheckpointInvalid(
@@ -130,21 +148,12 @@ def score_function(path: Any) -> ScoreFunction:
     return "sigmoid" if name == "Sigmoid" else "identity" if name == "Identity" else "softmax"
 
 
-ENCODER_ACTIVATIONS: Mapping[str, EncoderActivation] = {
-    **ACTIVATIONS,
-    "relu": "relu",
-    "gelu_fast": "gelu_tanh",
-    "gelu_python": "gelu",
-}
-MPNET_BUCKETS = 32  # fixed, whatever config.json contains: transformers always uses this number
-
-
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
     """The settings of a sentence-transformers directory apart from config.json; empty for other checkpoints.
 
-    `pooling` is None if the directory does not define it. `max_tokens` is the length to which texts were cut in
-    training. `prompts` and `default_prompt` are those of a cross-encoder; an embedding model has them in `pooling`.
+    `max_tokens` is the length to which texts were cut in training. `prompts` and `default_prompt` are those of a cross-
+    encoder; an embedding model has them in `pooling`.
     """
 
     pooling: PoolingConfig | None = None
@@ -158,17 +167,6 @@ class SentenceConfig:
 def is_encoder(values: Mapping[str, Any], sentence: SentenceConfig) -> bool:
     """Return True if this checkpoint is served for vectors or labels; otherwise it is a decoder."""
     return sentence.pooling is not None or _encoder_class_of(values, pools=False) is not None
-
-
-# Endings of the names of classes that give vectors or labels.
-_ENCODER_ENDINGS = (
-    "Model",
-    "ForMaskedLM",
-    "ForPreTraining",
-    CLASSIFIER_SUFFIX,
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-)
 
 
 def names_encoder(values: Mapping[str, Any]) -> bool:
@@ -209,7 +207,6 @@ def read_encoder(values: Mapping[str, Any], sentence: SentenceConfig | None = No
 
 
 def _checked_pooling(pooling: PoolingConfig, hidden_size: int) -> PoolingConfig:
-    """Check that the sizes of pooling and of all dense modules match."""
     size = hidden_size * len(pooling.modes)
     for dense in pooling.dense:
         if dense.in_features != size:
@@ -237,10 +234,7 @@ def _by_model_type(model_type: Any) -> list[str]:
 
 
 def _read_decoder(kind: EncoderClass, config: ConfigReader) -> EncoderConfig:
-    """Read a decoder that is served as an encoder.
-
-    Its vector is that of the last token, which has seen all of a text, or the mean if attention is bidirectional.
-    """
+    """Read a decoder served as an encoder: the vector is the last token's, or the mean if bidirectional."""
     assert kind.decoder is not None, "a class of no family is a decoder's"
     is_eurobert = kind.stem == "EuroBert"
     bidirectional = is_eurobert or config.boolean("use_bidirectional_attention", False)
@@ -322,22 +316,12 @@ def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: ConfigReade
     )
 
 
-# Names of these values in DistilBERT's config.json.
-_DISTILBERT_NAMES: Mapping[str, str] = {
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "hidden_size": "dim",
-    "intermediate_size": "hidden_dim",
-}
-
-
 def _integer(config: ConfigReader, family: EncoderFamily, name: str, at_most: int = MAX_INTEGER) -> int:
     own = _DISTILBERT_NAMES[name] if family.stem == "DistilBert" else name
     return config.integer(own if config.has(own) else name, at_most=at_most)
 
 
 def _reject_unsupported(config: ConfigReader) -> None:
-    """Raise `CheckpointInvalid` for settings whose computation is not supported."""
     positions = config.text("position_embedding_type", "absolute")
     if positions not in ("absolute", "rotary", "rope"):
         raise CheckpointInvalid(
@@ -378,7 +362,6 @@ def _activation(config: ConfigReader, family: EncoderFamily) -> EncoderActivatio
 
 
 def _padding_id(config: ConfigReader, family: EncoderFamily) -> int | None:
-    """Return the padding id if it decides the numbers of positions."""
     if not family.padding_offset:
         return None
     return 1 if family.stem == "MPNet" else config.integer("pad_token_id", 1, at_least=0)
@@ -401,7 +384,6 @@ def _windows(config: ConfigReader, family: EncoderFamily, num_layers: int) -> tu
 
 
 def _sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
-    """Return, for each of ModernBERT's layers, whether it has a sliding window."""
     if config.has("layer_types"):
         return [name == "sliding_attention" for name in config.texts("layer_types", num_layers)]
     every = config.integer("global_attn_every_n_layers", 3)

@@ -1,9 +1,8 @@
 """Encoders: a body that computes the hidden states of texts, and heads that turn them into vectors or logits.
 
-The body is that of BERT and of the encoders that differ from it only by config values: RoBERTa, XLM-RoBERTa,
-DistilBERT and MPNet (with a bias for each bucket of relative positions), and with rotary positions Nomic's, Jina's and
-GTE's encoders. ModernBERT normalises the input of a branch instead of the residual stream. Every norm produces the
-input of the next product, so one layer class serves both kinds.
+The body is BERT's, and that of encoders that differ from it only by config values. ModernBERT normalises the input of a
+branch instead of the residual stream. Every norm produces the input of the next product, so one layer class serves both
+kinds.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from app.models.decoders.decoder import DecoderBody, Embedding
-from app.models.decoders.rotary import LayerRopeAngles
+from app.models.decoders.decoder import DecoderBody, Embedding, LayerRopeAngles
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.heads import LabelHead, LayerNorm, VectorHead
 from armature_kernels.attention.attention import QkvHeads, RopeAngles
@@ -26,12 +24,11 @@ from armature_kernels.elementwise.norms import gate, gather
 from armature_kernels.linear.activations import Activations
 from armature_kernels.linear.linear import Linear
 
+MAX_DISTANCE = 128  # positions; larger distances share a bucket
+
 
 class Encoder(nn.Module):
-    """Token ids to the requested outputs: `embedding` or `logits`, and `last_hidden_state`.
-
-    The parts are separate methods, so that the body can be recorded.
-    """
+    """Token ids to `embedding` or `logits`, and `last_hidden_state`. Parts are methods, so the body can be recorded."""
 
     def __init__(self, config: EncoderConfig, body: BertBody | DecoderBody) -> None:
         super().__init__()
@@ -40,10 +37,7 @@ class Encoder(nn.Module):
         self.labels = None if config.head is None else LabelHead(config, config.head)
 
     def rows(self, starts: Tensor, names: Collection[str]) -> Tensor | None:
-        """Return the tokens [texts] int64 whose hidden states these outputs need, or None for all.
-
-        The texts begin at `starts` [texts + 1].
-        """
+        """Return the tokens [texts] int64 whose hidden states these outputs need, or None for all."""
         if "last_hidden_state" in names:
             return None
         head = self.vectors or self.labels
@@ -51,10 +45,7 @@ class Encoder(nn.Module):
         return head.needed_rows(starts)
 
     def hidden(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
-        """Return hidden states FP32 [tokens, size], or those of `rows` only.
-
-        Only native operations are used, if the precision has them all.
-        """
+        """Return hidden states FP32 [tokens, size], or those of `rows` only, by native operations if they exist."""
         result: Tensor = self.body(context, rows)
         return result
 
@@ -72,8 +63,7 @@ class Encoder(nn.Module):
         - `logits` [texts, labels].
         - `last_hidden_state` of all tokens.
 
-        `rows` must be those that `hidden` was called with. The first `skipped` [texts] tokens of a text are not
-        pooled.
+        `rows` must be those that `hidden` was called with. The first `skipped` [texts] tokens of a text are not pooled.
         """
         hidden, results = self.body.finished(hidden), {}
         for name in names:
@@ -91,8 +81,6 @@ class Encoder(nn.Module):
 
 
 class BertBody(nn.Module):
-    """Token ids to hidden states."""
-
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> None:
         super().__init__()
         layers = [BertLayer(config, index, dtype) for index in range(config.num_layers)]
@@ -152,10 +140,7 @@ def _types_of(context: EncodeContext) -> Tensor:
 
 
 class BertLayer(nn.Module):
-    """h + attention, a norm, h + mlp, a norm.
-
-    The caller sets the last norm (`end`), since it knows which product that feeds.
-    """
+    """h + attention, a norm, h + mlp, a norm. The caller sets the last norm (`end`), which feeds its next product."""
 
     end_norm: LayerNorm
 
@@ -177,10 +162,9 @@ class BertLayer(nn.Module):
     def forward(
         self, hidden: Tensor, x: Activations, angles: RopeAngles | None, attend: Attend, rows: Tensor | None
     ) -> tuple[Tensor, Activations]:
-        """Run the layer and return both inputs of the next layer.
+        """Run the layer and return both inputs of the next: `hidden` [tokens, size] FP32, overwritten, and its norm.
 
-        `hidden` [tokens, size] FP32 is overwritten; `x` is the normalised input of the products. `rows` are the
-        only tokens needed after this layer (None: all).
+        `rows` are the only tokens needed after this layer (None: all).
         """
         config = self.config
         heads = QkvHeads(self.qkv(x), config.num_heads, config.num_kv_heads, config.head_dim, angles=angles)
@@ -192,14 +176,10 @@ class BertLayer(nn.Module):
         return hidden, self.end_norm(hidden)
 
     def _mlp_input(self, x: Activations) -> Activations:
-        """Return the input of `down`."""
         if not self.config.gated:
             return self.up.multiply_activated(x, self.config.activation, self.down)
         gate_up = self.up(x)
         return gate(gate_up, self.config.activation, self.down.activation_group(gate_up.shape[0]))
-
-
-MAX_DISTANCE = 128  # positions; larger distances share a bucket
 
 
 class DistanceBias(nn.Module):
@@ -228,8 +208,8 @@ class DistanceBias(nn.Module):
 def distance_bucket_table(buckets: int) -> Tensor:
     """Return the bucket of each distance (key position minus query position) from -MAX_DISTANCE to MAX_DISTANCE.
 
-    Half of the buckets are for keys after the query. In each half, half of the buckets are for one distance each;
-    the others grow with the logarithm, up to MAX_DISTANCE.
+    Half of the buckets are for keys after the query. In each half, half of the buckets are for one distance each; the
+    others grow with the logarithm.
     """
     half = buckets // 2
     exact = half // 2
@@ -237,3 +217,11 @@ def distance_bucket_table(buckets: int) -> Tensor:
     apart = distances.abs()
     grown = exact + ((apart.float() / exact).log() / math.log(MAX_DISTANCE / exact) * (half - exact)).to(torch.int64)
     return torch.where(apart < exact, apart, grown.clamp(max=half - 1)) + half * (distances > 0)
+
+
+def build_encoder_model(config: EncoderConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Encoder:
+    """Build an encoder on `meta`, without weights. A decoder served for its hidden states has that decoder's layers."""
+    with torch.device("meta"):
+        if config.decoder is None:
+            return Encoder(config, BertBody(config, dtype, max_model_len, device)).eval()
+        return Encoder(config, DecoderBody(config, dtype, max_model_len, device)).eval()

@@ -1,8 +1,7 @@
 """Families of encoders: the defaults of their config.json, and the names of their tensors in checkpoints.
 
-A served encoder has one set of tensor names for all families: `query` is always the query projection. The first
-config.json files of Nomic's encoders use GPT-2's names and are translated to those of transformers. Torch is not
-needed.
+A served encoder has one set of tensor names for all families. The first config.json files of Nomic's encoders use
+GPT-2's names and are translated to those of transformers.
 """
 
 from __future__ import annotations
@@ -15,49 +14,6 @@ from typing import Any, cast
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES
-
-
-@dataclass(frozen=True, slots=True)
-class StoredName:
-    """A tensor in a file, by its name without `.weight`.
-
-    If it is fused, ours is `part` of `parts` equal blocks of rows.
-    """
-
-    name: str
-    part: int = 0
-    parts: int = 1
-
-
-TensorNames = Mapping[str, str | StoredName]  # our name -> name in the file; {} is the layer number
-
-
-def _fused(name: str, *ours: str) -> dict[str, StoredName]:
-    return {one: StoredName(name, part, len(ours)) for part, one in enumerate(ours)}
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderFamily:
-    """A family of encoders.
-
-    - `prefixes`: if a head is saved, one of these precedes the names of all tensors except the head's.
-    - `layouts`: the sets of tensor names that checkpoints use.
-    - `padding_offset`: learned positions begin after the padding id.
-    - `theta`: base of the rotary positions; None if there are none.
-    - `head`: the kind of classification head, see `models/encoders/config_reader.py`.
-    """
-
-    stem: str
-    model_type: str
-    prefixes: tuple[str, ...]
-    layouts: tuple[TensorNames, ...]
-    head: str = "tanh"
-    num_types: int = 2
-    padding_offset: bool = False
-    theta: float | None = None
-    biases: bool = True  # biases of attention, and of the MLP unless the config has its own flag
-    gated: bool = False
-
 
 _BERT_EMBEDDINGS: TensorNames = {
     "embeddings.word": "embeddings.word_embeddings",
@@ -101,20 +57,6 @@ _DISTILBERT: TensorNames = {
     "head.dense": "pre_classifier",
     "head.out": "classifier",
 }
-_MODERNBERT: TensorNames = {
-    "embeddings.word": "embeddings.tok_embeddings",
-    "embeddings.norm": "embeddings.norm",
-    **_fused("layers.{}.attn.Wqkv", "layers.{}.query", "layers.{}.key", "layers.{}.value"),
-    "layers.{}.out": "layers.{}.attn.Wo",
-    "layers.{}.attention_norm": "layers.{}.attn_norm",
-    **_fused("layers.{}.mlp.Wi", "layers.{}.gate", "layers.{}.up"),
-    "layers.{}.down": "layers.{}.mlp.Wo",
-    "layers.{}.mlp_norm": "layers.{}.mlp_norm",
-    "final_norm": "final_norm",
-    "head.dense": "head.dense",
-    "head.norm": "head.norm",
-    "head.out": "classifier",
-}
 # Encoders with rotary positions: the names of transformers, and the authors' original names.
 _ROTARY: TensorNames = {
     **_BERT_EMBEDDINGS,
@@ -136,6 +78,97 @@ _ORIGINAL_NORMS: TensorNames = {
     "embeddings.norm": "emb_ln",
     "layers.{}.attention_norm": "encoder.layers.{}.norm1",
     "layers.{}.mlp_norm": "encoder.layers.{}.norm2",
+}
+_ROBERTA: TensorNames = {**_BERT_LAYERS, **_TWO_LAYER_HEAD}
+# ---- the family of a config.json -----------------------------------------------------------------------------------
+
+CLASSIFIER_SUFFIX = "ForSequenceClassification"
+# heads that predict tokens are not part of an embedding
+_SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIER_SUFFIX)
+# Decoders served for their hidden states: prefix of the class name -> name in `DECODER_FAMILIES`.
+DECODER_STEMS: Mapping[str, str] = {
+    **{name.removesuffix("ForCausalLM"): name for name, family in DECODER_FAMILIES.items() if family.embeds},
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "EuroBert": "LlamaForCausalLM",  # its attention is bidirectional
+}
+_NAMES: Mapping[str, str] = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+    "rotary_emb_fraction": "partial_rotary_factor",
+}
+# Values that are required, since others would need another computation.
+_REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "activation_function": ("swiglu",),
+    "prenorm": (False,),
+    "use_rms_norm": (False, None),
+    "rotary_emb_interleaved": (False,),
+    "rotary_scaling_factor": (None,),
+    "rotary_emb_scale_base": (None,),
+    "qkv_proj_bias": (False,),
+    "mlp_fc1_bias": (False,),
+    "mlp_fc2_bias": (False,),
+    "num_experts": (0, None),
+    "parallel_block": (False,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredName:
+    """A tensor in a file, by its name without `.weight`. If it is fused, ours is `part` of `parts` blocks of rows."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+TensorNames = Mapping[str, str | StoredName]  # our name -> name in the file; {} is the layer number
+
+
+def _fused(name: str, *ours: str) -> dict[str, StoredName]:
+    return {one: StoredName(name, part, len(ours)) for part, one in enumerate(ours)}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """A family of encoders.
+
+    - `prefixes`: if a head is saved, one precedes the names of all tensors except the head's.
+    - `layouts`: the sets of tensor names that checkpoints use.
+    - `padding_offset`: learned positions begin after the padding id.
+    - `theta`: base of the rotary positions; None if there are none.
+    - `head`: the kind of classification head (`models/encoders/config_reader.py`).
+    """
+
+    stem: str
+    model_type: str
+    prefixes: tuple[str, ...]
+    layouts: tuple[TensorNames, ...]
+    head: str = "tanh"
+    num_types: int = 2
+    padding_offset: bool = False
+    theta: float | None = None
+    biases: bool = True  # biases of attention, and of the MLP unless the config has its own flag
+    gated: bool = False
+
+
+_MODERNBERT: TensorNames = {
+    "embeddings.word": "embeddings.tok_embeddings",
+    "embeddings.norm": "embeddings.norm",
+    **_fused("layers.{}.attn.Wqkv", "layers.{}.query", "layers.{}.key", "layers.{}.value"),
+    "layers.{}.out": "layers.{}.attn.Wo",
+    "layers.{}.attention_norm": "layers.{}.attn_norm",
+    **_fused("layers.{}.mlp.Wi", "layers.{}.gate", "layers.{}.up"),
+    "layers.{}.down": "layers.{}.mlp.Wo",
+    "layers.{}.mlp_norm": "layers.{}.mlp_norm",
+    "final_norm": "final_norm",
+    "head.dense": "head.dense",
+    "head.norm": "head.norm",
+    "head.out": "classifier",
 }
 _ORIGINAL_NOMIC: TensorNames = {
     **_ROTARY,
@@ -163,8 +196,6 @@ _ORIGINAL_GTE: TensorNames = {
     "layers.{}.down": "encoder.layer.{}.mlp.down_proj",
     "layers.{}.mlp_norm": "encoder.layer.{}.mlp_ln",
 }
-
-_ROBERTA: TensorNames = {**_BERT_LAYERS, **_TWO_LAYER_HEAD}
 
 ENCODER_FAMILIES: tuple[EncoderFamily, ...] = (
     EncoderFamily("Bert", "bert", ("bert.",), ({**_BERT_LAYERS, **_POOLER_HEAD},)),
@@ -203,27 +234,12 @@ def stored_names(names: TensorNames, num_layers: int) -> Iterator[tuple[str, Sto
             yield ours.format(layer), StoredName(stored.name.format(layer), stored.part, stored.parts)
 
 
-# ---- the family of a config.json -----------------------------------------------------------------------------------
-
-CLASSIFIER_SUFFIX = "ForSequenceClassification"
-# heads that predict tokens are not part of an embedding
-_SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIER_SUFFIX)
-# Decoders served for their hidden states: prefix of the class name -> name in `DECODER_FAMILIES`.
-DECODER_STEMS: Mapping[str, str] = {
-    **{name.removesuffix("ForCausalLM"): name for name, family in DECODER_FAMILIES.items() if family.embeds},
-    "Gemma3Text": "Gemma3ForCausalLM",
-    "EuroBert": "LlamaForCausalLM",  # its attention is bidirectional
-}
 _BY_STEM = {family.stem: family for family in ENCODER_FAMILIES}
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderClass:
-    """The parts of an architecture's name.
-
-    `family` is the encoder's family, `decoder` the architecture whose layers it has, and `classifies` is True if
-    it ends in labels.
-    """
+    """The parts of an architecture's name: its family, the decoder whose layers it has, and if it ends in labels."""
 
     name: str
     family: EncoderFamily | None
@@ -232,15 +248,11 @@ class EncoderClass:
 
     @property
     def stem(self) -> str:
-        """Prefix of the name that identifies the family."""
         return _stem(self.name) or ""
 
 
 def parse_encoder_class(name: str, pools: bool) -> EncoderClass | None:
-    """Parse the name of an architecture; return None if it is not a supported encoder.
-
-    `pools` means that the directory defines the pooling, so any head is left out.
-    """
+    """Parse the name of a supported encoder, else None. `pools`: the directory defines the pooling, not the head."""
     stem = _stem(name)
     if stem is None:
         return None
@@ -251,7 +263,6 @@ def parse_encoder_class(name: str, pools: bool) -> EncoderClass | None:
 
 
 def encoder_family(name: str) -> EncoderFamily:
-    """Return the family of an encoder's architecture."""
     return _BY_STEM[_stem(name) or ""]
 
 
@@ -260,34 +271,7 @@ def _stem(name: str) -> str | None:
 
 
 def supported_encoders() -> str:
-    """Return the supported architectures, for error messages."""
     return ", ".join(f"{stem}Model" for stem in (*_BY_STEM, *DECODER_STEMS))
-
-
-_NAMES: Mapping[str, str] = {
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_embd": "hidden_size",
-    "n_inner": "intermediate_size",
-    "n_positions": "max_position_embeddings",
-    "layer_norm_epsilon": "layer_norm_eps",
-    "rotary_emb_base": "rope_theta",
-    "rotary_emb_fraction": "partial_rotary_factor",
-}
-# Values that are required, since others would need another computation.
-_REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "activation_function": ("swiglu",),
-    "prenorm": (False,),
-    "use_rms_norm": (False, None),
-    "rotary_emb_interleaved": (False,),
-    "rotary_scaling_factor": (None,),
-    "rotary_emb_scale_base": (None,),
-    "qkv_proj_bias": (False,),
-    "mlp_fc1_bias": (False,),
-    "mlp_fc2_bias": (False,),
-    "num_experts": (0, None),
-    "parallel_block": (False,),
-}
 
 
 def to_transformers_names(config: ConfigReader) -> ConfigReader:

@@ -1,7 +1,6 @@
-"""The heads of encoders: LayerNorm, pooling of texts to one vector each, and small products in FP32.
+"""The heads of encoders: LayerNorm, pooling of texts to one vector each, and small products.
 
-The heads process one row per text, and their results are the answer: lower precision would change the last digits of
-every score. A text's vector does not depend on its neighbours.
+They are in FP32: lower precision would change the last digits of every score.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ from armature_kernels.elementwise.pooling import MEAN, SUM, pool_rows, pool_rows
 from armature_kernels.linear.activations import Activations
 from armature_kernels.linear.linear import Linear
 
+_MAX = 2  # a mode of torch.embedding_bag
+DENSE_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {**ACTIVATIONS, "identity": lambda x: x}
+
 
 class LayerNorm(nn.Module):
-    """(x - mean) / deviation times a weight, plus an optional bias.
+    """(x - mean) / deviation times a weight, plus an optional bias, in `dtype` or the input format it `feeds`.
 
-    The result is in `dtype`, or in the input format of the product that it `feeds`. `in_place`: the residual
-    stream is replaced by its norm, for layers that normalise after the sum.
+    `in_place`: the residual stream is replaced by its norm, for layers that normalise after the sum.
     """
 
     def __init__(
@@ -37,15 +38,11 @@ class LayerNorm(nn.Module):
         self.bias: nn.Parameter | None = None
 
     def set_weight(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Set the weight [size] and the bias, converted to FP32."""
         self.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.to(torch.float32, copy=True), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Activations:
-        """Return the norm of hidden [tokens, size] FP32.
-
-        If it is in place and feeds no product, `hidden` itself is returned.
-        """
+        """Return the norm of hidden [tokens, size] FP32: `hidden` itself if it is in place and feeds no product."""
         norm = (self.weight, self.bias, self.eps)
         if self.in_place and self.feeds is None:
             layer_norm_in_place(hidden, norm)
@@ -54,14 +51,10 @@ class LayerNorm(nn.Module):
         return layer_norm(hidden, norm, self.dtype, group, self.in_place)
 
 
-_MAX = 2  # a mode of torch.embedding_bag
-
-
 def pool(hidden: Tensor, starts: Tensor, modes: Sequence[PoolingMode], skipped: Tensor | None = None) -> Tensor:
     """Pool hidden FP32 [tokens, size] to [texts, size * modes], the modes concatenated.
 
-    The texts begin at `starts` [texts + 1]. The first `skipped` [texts] tokens of a text are left out (None:
-    none). Modes that take a single token ignore `skipped`.
+    The first `skipped` [texts] tokens of a text are left out (None: none). Modes that take a single token ignore it.
     """
     vectors = []
     for mode in modes:
@@ -76,10 +69,7 @@ def single_token(starts: Tensor, mode: str) -> Tensor | None:
 
 
 def _weighted_mean(hidden: Tensor, starts: Tensor, skipped: Tensor | None) -> Tensor:
-    """Return the mean with weight 1 for the first token of a text, 2 for the next and so on.
-
-    Skipped tokens are counted for the weights.
-    """
+    """Return the mean with weights 1, 2, … by a text's token; skipped tokens count for the weights."""
     # A known output size avoids waiting for the device.
     firsts = torch.repeat_interleave(starts[:-1], starts.diff(), output_size=len(hidden))
     weights = torch.arange(1.0, len(hidden) + 1.0, device=hidden.device) - firsts
@@ -101,34 +91,25 @@ _POOLERS: Mapping[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
 }
 
 
-DENSE_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {**ACTIVATIONS, "identity": lambda x: x}
-
-
 class DenseLayer(nn.Module):
     """act(W x + b), FP32 [rows, in] to [rows, out]."""
 
     def __init__(self, source: str, shape: tuple[int, int], has_bias: bool, activation: str = "identity") -> None:
-        """Create the layer; `shape` is that of the weight, [out, in]."""
         super().__init__()
         self.source, self.has_bias, self.activation = source, has_bias, DENSE_ACTIVATIONS[activation]
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
         self.bias: nn.Parameter | None = None
 
     def set_weight(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Set the weight [out, in] and the bias, converted to FP32."""
         self.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.to(torch.float32, copy=True), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return act(W x + b), FP32 [rows, out]."""
         return self.activation(F.linear(x, self.weight, self.bias))
 
 
 class VectorHead(nn.Module):
-    """Hidden states to one vector per text: pooling, then the checkpoint's dense layers.
-
-    The vectors are not normalised.
-    """
+    """Hidden states to one vector per text, not normalised: pooling, then the checkpoint's dense layers."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -136,7 +117,6 @@ class VectorHead(nn.Module):
         self.dense = nn.Sequential(*(_dense(f"dense.{index}", one) for index, one in enumerate(config.pooling.dense)))
 
     def needed_rows(self, starts: Tensor) -> Tensor | None:
-        """Return the tokens that this head reads, or None for all."""
         return single_token(starts, self.modes[0]) if len(self.modes) == 1 else None
 
     def forward(self, hidden: Tensor, starts: Tensor, skipped: Tensor | None) -> Tensor:
@@ -169,14 +149,10 @@ class LabelHead(nn.Module):
         self.pooling, self.parts = head.pooling, nn.Sequential(*parts)
 
     def needed_rows(self, starts: Tensor) -> Tensor | None:
-        """Return the tokens that this head reads, or None for all."""
         return single_token(starts, self.pooling)
 
     def forward(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Map hidden [tokens, size] to [texts, labels].
-
-        With pooling "late" this is the mean of the logits of all tokens.
-        """
+        """Map hidden [tokens, size] to [texts, labels]; "late" pooling is the mean of all tokens' logits."""
         if self.pooling == "late":
             return pool(self.from_rows(hidden), starts, ("mean",))
         return self.from_rows(pool(hidden, starts, (self.pooling,)))

@@ -49,7 +49,6 @@ class GroupCodes:
     minimums: Tensor | None
 
     def values(self) -> Tensor:
-        """Return the values, FP32 [blocks, values]."""
         codes = self.codes.float()
         centered = codes - 8 if self.minimums is None else codes
         products = centered * self.scales
@@ -64,7 +63,6 @@ class SignedCodes:
     scales: Tensor
 
     def values(self) -> Tensor:
-        """Return the values, FP32 [blocks, 32]."""
         return self.codes.float() * self.scales
 
 
@@ -145,11 +143,6 @@ DEQUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def dequantize_blocks(kind: str, blocks: Tensor) -> Tensor:
-    """Return the values of blocks in FP32, or in the dtype of a type that is not quantized.
-
-    Args:
-        kind: The type, such as Q4_K.
-        blocks: uint8 [blocks, bytes of a block], contiguous.
-    """
+    """Return the values of blocks (uint8, contiguous) in FP32, or in the dtype of a type that is not quantized."""
     four_bits = FOUR_BIT_CODES.get(kind)
     return DEQUANTIZE[kind](blocks) if four_bits is None else four_bits(blocks).values()

@@ -43,19 +43,35 @@ RENORMALIZES: Mapping[str, bool] = {
     "gpt_oss": True,
 }  # fmt: skip
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3  # `enum llama_expert_gating_func_type`
+log = logging.getLogger(__name__)
+# What a file is if `general.type` says that it is not a model.
+_OTHER_FILES: Mapping[str, str] = {
+    "imatrix": "an importance matrix, which quantizers read",
+    "adapter": "an adapter (LoRA); merge it into its model",
+    "mmproj": "the image part of a model",
+    "vocab": "a vocabulary without weights",
+}
+# Tensors that hold divisors of the rotary frequencies; config.json has them as lists.
+ROPE_DIVISORS = "rope_freqs.weight"
+ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+# Gemma's 27B models scale attention by the width of a head in the hidden state instead of that of a key
+# (llama-model.cpp, by the number of layers).
+_GEMMA_WIDE_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
+_MAX_DIVISORS = 2**16
+# Read where another value asks for them, or about vectors, other modalities and how a model was trained. A token of a text
+# has one number as each of its positions in `rope.dimension_sections`.
+WITHOUT_EFFECT = frozenset(
+    "vocab_size embedding_length_out features_length pooling_type decoder_start_token_id classifier.output_labels"
+    " rope.scaling.finetuned rope.dimension_sections rope.scaling.factor rope.scaling.original_context_length"
+    " rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.type rope.freq_base_swa attention.sliding_window"
+    " attention.sliding_window_pattern posnet.embedding_length posnet.block_count convnext.embedding_length"
+    " convnext.block_count expert_shared_feed_forward_length expert_weights_norm expert_gating_func"
+    " expert_feed_forward_length expert_used_count expert_count expert_weights_scale {dense}_feat_in {dense}_feat_out".split()
+)
 
 
 def expert_values(model_type: str, read: ConfigReader) -> dict[str, Any]:
-    """Return the values of config.json about experts.
-
-    Args:
-        model_type: The model type of config.json.
-        read: The metadata of the architecture, without its prefix.
-
-    Raises:
-        CheckpointInvalid: A value is missing or wrong, or experts are selected by another rule than llama.cpp's for
-            this architecture.
-    """
+    """Return config.json's values about experts. Raises `CheckpointInvalid`, also for another rule of selection."""
     used, inner = read.integer("expert_used_count"), read.integer("feed_forward_length")
     values: dict[str, Any] = {
         "num_local_experts": read.integer("expert_count"),
@@ -92,10 +108,7 @@ def factor(read: ConfigReader, name: str, default: float = 1.0) -> float:
 
 
 def expert_tensors(name: str, tensor: GgufTensor, experts: int) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield the checkpoint's names of a tensor of experts with their parts of it.
-
-    Nothing is yielded for other tensors, and for those that do not hold this number of experts.
-    """
+    """Yield the checkpoint's names of a tensor of so many experts with their parts of it; none for others."""
     single, merged = _SINGLE.fullmatch(name), _MERGED.fullmatch(name)
     if single is not None:
         yield f"model.layers.{single[1]}.mlp.experts.{single[3]}.{single[2]}_proj.weight", tensor
@@ -111,17 +124,6 @@ def expert_tensors(name: str, tensor: GgufTensor, experts: int) -> Iterator[tupl
     elif name.endswith(".ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1:
         own = replace(tensor, shape=(1, *tensor.shape))  # the only row of the gate of the shared expert
         yield f"model.layers.{name.split('.')[1]}.{EXPERT_NAMES['ffn_gate_inp_shexp']}.weight", own
-
-
-log = logging.getLogger(__name__)
-
-# What a file is if `general.type` says that it is not a model.
-_OTHER_FILES: Mapping[str, str] = {
-    "imatrix": "an importance matrix, which quantizers read",
-    "adapter": "an adapter (LoRA); merge it into its model",
-    "mmproj": "the image part of a model",
-    "vocab": "a vocabulary without weights",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +158,6 @@ FAMILIES: Mapping[str, GgufFamily] = {
 }
 # A file of the architecture `llama` that has experts.
 MIXTRAL = GgufFamily("MixtralForCausalLM", "mixtral", interleaves_heads=True, has_experts=True)
-# Tensors that hold divisors of the rotary frequencies; config.json has them as lists.
-ROPE_DIVISORS = "rope_freqs.weight"
-ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
-# Gemma's 27B models scale attention by the width of a head in the hidden state instead of that of a key
-# (llama-model.cpp, by the number of layers).
-_GEMMA_WIDE_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
-_MAX_DIVISORS = 2**16
 # Names below the architecture's that change what llama.cpp computes, with the values that do not. They are refused where no
 # reader asks for them; the tensors of a layer that an architecture does not have are refused too.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -231,24 +226,10 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "rescale_every_n_layers": (0,),
     "decoder_block_count": (0,),
 }  # fmt: skip
-# Read where another value asks for them, or about vectors, other modalities and how a model was trained. A token of a text
-# has one number as each of its positions in `rope.dimension_sections`.
-WITHOUT_EFFECT = frozenset(
-    "vocab_size embedding_length_out features_length pooling_type decoder_start_token_id classifier.output_labels"
-    " rope.scaling.finetuned rope.dimension_sections rope.scaling.factor rope.scaling.original_context_length"
-    " rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.type rope.freq_base_swa attention.sliding_window"
-    " attention.sliding_window_pattern posnet.embedding_length posnet.block_count convnext.embedding_length"
-    " convnext.block_count expert_shared_feed_forward_length expert_weights_norm expert_gating_func"
-    " expert_feed_forward_length expert_used_count expert_count expert_weights_scale {dense}_feat_in {dense}_feat_out".split()
-)
 
 
 def family_of(model: GgufModel) -> GgufFamily:
-    """Return the family of a model's architecture.
-
-    Raises:
-        CheckpointInvalid: The file holds no model, or one of another architecture.
-    """
+    """Return the family of a model's architecture. Raises `CheckpointInvalid` for another, or no model."""
     read = ConfigReader(model.metadata, model.file.name)
     kind = _OTHER_FILES.get(read.text("general.type", "model"))
     if kind is None and not model.tensors:
@@ -269,11 +250,7 @@ def family_of(model: GgufModel) -> GgufFamily:
 
 
 def config_values(model: GgufModel) -> dict[str, Any]:
-    """Return the values of config.json that the model families read.
-
-    Raises:
-        CheckpointInvalid: The architecture is not supported, or a value is missing or wrong.
-    """
+    """Return the values of config.json that the model families read. Raises `CheckpointInvalid`."""
     family, name = family_of(model), model.metadata["general.architecture"]
     # Without its prefix a key has one name in all architectures.
     own = AskedValues(
@@ -357,7 +334,6 @@ def _gemma(name: str, read: ConfigReader, hidden_per_head: int, head_dim: int) -
 
 
 def _granite(read: ConfigReader, head_dim: int) -> dict[str, Any]:
-    """Return the four multipliers."""
     return {
         "attention_multiplier": factor(read, "attention.scale", head_dim**-0.5),
         "embedding_multiplier": factor(read, "embedding_scale"),
@@ -367,10 +343,7 @@ def _granite(read: ConfigReader, head_dim: int) -> dict[str, Any]:
 
 
 def _rope(model: GgufModel, read: ConfigReader, head_dim: int) -> dict[str, Any]:
-    """Return the values of the rotary embedding.
-
-    Divisors of single frequencies are given as longrope's factors, which divide frequencies too.
-    """
+    """Return the values of the rotary embedding; single frequencies' divisors are given as longrope's factors."""
     longest, dim = read.integer("context_length"), read.integer("rope.dimension_count", head_dim)
     values: dict[str, Any] = {"partial_rotary_factor": dim / head_dim}
     original = read.integer("rope.scaling.original_context_length", longest)
@@ -411,5 +384,4 @@ def _numbers(tensor: GgufTensor) -> list[float]:
 
 
 def _one_of_all(value: Any) -> Any:
-    """Return the only value of an array with one value per layer; anything else as it is."""
     return value[0] if isinstance(value, tuple) and value and len(set(value)) == 1 else value

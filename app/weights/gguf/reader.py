@@ -20,6 +20,29 @@ from typing import Any
 from app.errors import CheckpointInvalid
 from app.weights.files import files_in, open_regular, remedy
 
+# Names of the types that are not supported, for messages.
+TYPE_NAMES: Mapping[int, str] = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+}  # fmt: skip
+MAGIC, SUFFIX = b"GGUF", ".gguf"
+VERSIONS = (2, 3)
+MAX_PAIRS = 2**16
+MAX_TENSORS = 2**20
+MAX_PARTS = 2**10
+MAX_ARRAY_VALUES = 2**22  # a vocabulary of 262,144 tokens has about twice as many merges
+MAX_NAME_BYTES = 2**10
+MAX_HEADER_BYTES = 2**28  # Gemma 3's is about 10 MB
+_MAX_SIZES = 4  # dimensions of a tensor
+_DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16
+_PART_NAME = re.compile(r"^(?P<stem>.*)-(?P<part>[0-9]{5})-of-(?P<parts>[0-9]{5})\.gguf$")
+# Codes of `struct` by type of value; strings are 8, arrays 9.
+_SCALARS: Mapping[int, str] = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
@@ -51,38 +74,11 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
     39: TensorType("MXFP4", 32, 17),
 }
 TYPES: Mapping[str, TensorType] = {kind.name: kind for kind in TENSOR_TYPES.values()}
-# Names of the types that are not supported, for messages.
-TYPE_NAMES: Mapping[int, str] = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
-}  # fmt: skip
-
-
-MAGIC, SUFFIX = b"GGUF", ".gguf"
-VERSIONS = (2, 3)
-MAX_PAIRS = 2**16
-MAX_TENSORS = 2**20
-MAX_PARTS = 2**10
-MAX_ARRAY_VALUES = 2**22  # a vocabulary of 262,144 tokens has about twice as many merges
-MAX_NAME_BYTES = 2**10
-MAX_HEADER_BYTES = 2**28  # Gemma 3's is about 10 MB
-_MAX_SIZES = 4  # dimensions of a tensor
-_DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16
-_PART_NAME = re.compile(r"^(?P<stem>.*)-(?P<part>[0-9]{5})-of-(?P<parts>[0-9]{5})\.gguf$")
-# Codes of `struct` by type of value; strings are 8, arrays 9.
-_SCALARS: Mapping[int, str] = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
-}  # fmt: skip
-_STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """The location of one tensor: bytes `[start, end)` of `file`, of type `kind` such as Q4_K.
-
-    `shape` is in torch's order; the file has the reverse.
-    """
+    """The location of one tensor: bytes `[start, end)` of `file`. `shape` is in torch's order, not the file's."""
 
     file: Path
     kind: str
@@ -101,12 +97,7 @@ class GgufModel:
 
 
 def read_gguf(file: Path) -> GgufModel:
-    """Return the metadata and the location of every tensor; of a divided model, those of all parts.
-
-    Raises:
-        CheckpointInvalid: The file is damaged, truncated, incomplete, or has values that are not supported.
-        OSError: It cannot be read.
-    """
+    """Return metadata and location of every tensor, of all parts. Raises `CheckpointInvalid` or `OSError`."""
     files = part_files(file)
     missing = [part for part in files if not part.is_file()]
     if missing:
@@ -131,12 +122,7 @@ def read_gguf(file: Path) -> GgufModel:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a path means: itself, or the only model in a directory without safetensors.
-
-    Raises:
-        CheckpointInvalid: The directory has several GGUF models, or a link leads out of it.
-        OSError: The directory cannot be read.
-    """
+    """Return the GGUF file of a path: itself, or a directory's only model. Raises `CheckpointInvalid` or `OSError`."""
     if path.is_file():
         return path if path.suffix == SUFFIX else None
     if not path.is_dir() or files_in(path, "*.safetensors"):
@@ -150,11 +136,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def part_files(file: Path) -> list[Path]:
-    """Return the files of the model that a file belongs to: itself, or all parts in order.
-
-    Raises:
-        CheckpointInvalid: The name counts more parts than a model has.
-    """
+    """Return the files of the model that a file belongs to, in order. Raises `CheckpointInvalid`."""
     matched = _PART_NAME.match(file.name)
     if matched is None:
         return [file]
@@ -183,8 +165,6 @@ def _read_part(file: Path) -> GgufModel:
 
 
 class _HeaderReader:
-    """The position in one file's header."""
-
     def __init__(self, file: Path, data: mmap.mmap, size: int) -> None:
         self._file, self._data, self._size, self._at = file, data, size, 8
         self._num_values = 0
@@ -278,7 +258,6 @@ class _HeaderReader:
             raise self._damaged(f"{what[:80]} is not UTF-8") from error
 
     def _advance(self, nbytes: int) -> int:
-        """Return the position, and move on by this many bytes."""
         at = self._at
         if at + nbytes > len(self._data):
             raise self._damaged("its header is cut short")

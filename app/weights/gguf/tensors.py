@@ -54,8 +54,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 class BlockEntry(EncodedEntry):
     """A tensor of a GGUF file whose values are computed when they are read.
 
-    `kind` is the type in the file. With `heads`, the rows of each head are interleaved: row 2i + j of a head in the
-    file is row i + j · (half a head) here. `added` was added to each value in the file.
+    `kind` is the type in the file. With `heads`, row 2i + j of a head in the file is row i + j · (half a head) here.
+    `added` was added to each value in the file.
     """
 
     kind: str
@@ -68,7 +68,6 @@ class BlockEntry(EncodedEntry):
         return (self.end - self.start) // self.shape[0]
 
     def stored_row(self, row: int) -> int:
-        """Return the row in the file of a row here."""
         if not self.heads:
             return row
         size = self.shape[0] // self.heads
@@ -99,7 +98,6 @@ def checkpoint_tensors(model: GgufModel, family: GgufFamily, config: Mapping[str
 
 
 def _predicts_further(name: str, config: Mapping[str, Any]) -> bool:
-    """Return True for a tensor of a layer behind the last one, which predicts further tokens and is not used."""
     layer, num_layers = name.removeprefix("blk.").partition(".")[0], config["num_hidden_layers"]
     return layer.isdecimal() and num_layers <= int(layer) < num_layers + config["num_nextn_predict_layers"]
 

@@ -1,7 +1,7 @@
 """Translates the vocabulary of a GGUF file into a tokenizer.json and a tokenizer_config.json.
 
-Two kinds are known: `gpt2`, a byte-level BPE with merges whose text is split by a regular expression that the file names
-(`tokenizer.ggml.pre`), and `llama`, a sentencepiece BPE with scores and tokens for single bytes.
+`gpt2` is a byte-level BPE with merges, whose text is split by a regular expression that the file names
+(`tokenizer.ggml.pre`); `llama` is a sentencepiece BPE with scores and tokens for single bytes.
 """
 
 from __future__ import annotations
@@ -26,38 +26,11 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """How a byte-level BPE splits text before its merges, as in the tokenizer.json of the models that use it.
-
-    `patterns`: what matches each in turn is a word of its own, and so is what is between; without any they are GPT-2's words.
-    `separates_digits`: each digit is one too. `keeps_words`: a word that is a token is not split. `adds_bos`: texts begin with
-    the beginning-of-text token if the file does not say otherwise.
-    """
-
-    patterns: tuple[str, ...] = ()
-    separates_digits: bool = False
-    normalizes: bool = False
-    keeps_words: bool = False
-    adds_bos: bool = False
-
-
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
 _SEED = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-def _cased(contractions: str, digits: str) -> str:
-    """Return the pattern of the tokenizers that separate words where a capital follows a small letter."""
-    start = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{start}[{_UPPER}]*[{_LOWER}]+{contractions}|{start}[{_UPPER}]+[{_LOWER}]*{contractions}"
-    return rf"{words}|\p{{N}}{digits}|{_CASED_TAIL}"
-
-
 # DeepSeek's first tokenizers: letters that have a case, punctuation, the end of a text, and East Asian writing.
 _CASED_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f"
@@ -79,6 +52,48 @@ _DEEPSEEK_V3 = (
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+# Names below `tokenizer.ggml` that are read, and those that change nothing here: other tokens than a text's ends, whose
+# names the templates of `app/text` know, and what other kinds of tokenizers need.
+FOLLOWED = frozenset(
+    "model pre tokens token_type scores merges bos_token_id eos_token_id eot_token_id eom_token_id unknown_token_id"
+    " padding_token_id add_bos_token add_eos_token add_space_prefix remove_extra_whitespaces precompiled_charsmap"
+    " add_sep_token".split()
+)
+WITHOUT_EFFECT = frozenset(
+    "token_type_count seperator_token_id mask_token_id cls_token_id fim_pre_token_id fim_suf_token_id fim_mid_token_id"
+    " fim_pad_token_id fim_rep_token_id fim_sep_token_id prefix_token_id suffix_token_id middle_token_id".split()
+)
+_BYTE_LEVEL: Mapping[str, Any] = {
+    "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True
+}  # fmt: skip
+_NAMED_TOKENS: Mapping[str, str] = {
+    "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """How a byte-level BPE splits text before its merges, as in the tokenizer.json of the models that use it.
+
+    `patterns`: what matches each in turn is a word, and so is what is between; without any, as GPT-2.
+    `separates_digits`: each digit is one too. `keeps_words`: a word that is a token is not split. `adds_bos`: texts
+    begin with that token unless the file says otherwise.
+    """
+
+    patterns: tuple[str, ...] = ()
+    separates_digits: bool = False
+    normalizes: bool = False
+    keeps_words: bool = False
+    adds_bos: bool = False
+
+
+def _cased(contractions: str, digits: str) -> str:
+    """Return the pattern of the tokenizers that separate words where a capital follows a small letter."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{start}[{_UPPER}]*[{_LOWER}]+{contractions}|{start}[{_UPPER}]+[{_LOWER}]*{contractions}"
+    return rf"{words}|\p{{N}}{digits}|{_CASED_TAIL}"
+
 
 SPLITS: Mapping[str, _Split] = {
     "gpt-2": _Split(),
@@ -99,17 +114,6 @@ SPLITS: Mapping[str, _Split] = {
     "deepseek-coder": _Split(_DEEPSEEK_CODER, separates_digits=True),
     "deepseek-v3": _Split(_DEEPSEEK_V3),
 }
-# Names below `tokenizer.ggml` that are read, and those that change nothing here: other tokens than a text's ends, whose
-# names the templates of `app/text` know, and what other kinds of tokenizers need.
-FOLLOWED = frozenset(
-    "model pre tokens token_type scores merges bos_token_id eos_token_id eot_token_id eom_token_id unknown_token_id"
-    " padding_token_id add_bos_token add_eos_token add_space_prefix remove_extra_whitespaces precompiled_charsmap"
-    " add_sep_token".split()
-)
-WITHOUT_EFFECT = frozenset(
-    "token_type_count seperator_token_id mask_token_id cls_token_id fim_pre_token_id fim_suf_token_id fim_mid_token_id"
-    " fim_pad_token_id fim_rep_token_id fim_sep_token_id prefix_token_id suffix_token_id middle_token_id".split()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +126,12 @@ class GgufTokenizer:
 
 
 def convert_tokenizer(model: GgufModel) -> GgufTokenizer:
-    """Return the tokenizer of a GGUF file, with its chat template.
-
-    Raises:
-        CheckpointInvalid: The file has no tokenizer, a damaged one, or one of an unknown kind.
-    """
+    """Return the tokenizer of a GGUF file, with its chat template. Raises `CheckpointInvalid` if it has none."""
     return _TokenizerConverter(model).convert()
 
 
 def check_tokenizer(model: GgufModel) -> None:
-    """Check that a GGUF file has a tokenizer of a known kind.
-
-    Raises:
-        CheckpointInvalid: It has none, or another kind.
-    """
+    """Raise `CheckpointInvalid` unless a GGUF file has a tokenizer of a known kind."""
     _TokenizerConverter(model)
 
 
@@ -265,7 +261,6 @@ class _TokenizerConverter:
         return {"type": "BPE", "vocab": vocabulary, "merges": merges, **options}
 
     def _added_tokens(self) -> list[dict[str, Any]]:
-        """Return the tokens that are found in a text before it is split."""
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return [
             {"id": place, "content": token, "special": kind != _USER, **flags}
@@ -274,7 +269,6 @@ class _TokenizerConverter:
         ]
 
     def _template(self, first: str | None, last: str | None) -> dict[str, Any] | None:
-        """Return the post-processor that adds tokens before and after a text."""
         tokens = [token for token in (first, last) if token is not None]
         if not tokens:
             return None
@@ -287,7 +281,6 @@ class _TokenizerConverter:
             raise CheckpointInvalid(f"{self._name}: tokenizer.ggml.{key} asks for {what}, which is not offered.")
 
     def _named(self, key: str) -> str | None:
-        """Return the token whose id the metadata names, or None."""
         if not self._read.has(key):
             return None
         return self.tokens[self._read.integer(key, at_least=0, at_most=len(self.tokens) - 1)]
@@ -307,16 +300,6 @@ class _TokenizerConverter:
         return values
 
 
-_BYTE_LEVEL: Mapping[str, Any] = {
-    "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True
-}  # fmt: skip
-_NAMED_TOKENS: Mapping[str, str] = {
-    "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
-    "pad_token": "padding_token_id",
-}  # fmt: skip
-
-
 def _with_ends(first: str | None, name: str, segment: int, last: str | None) -> list[dict[str, Any]]:
-    """Return the parts of a post-processor's template for one text, with the tokens that are not None."""
     parts = [("SpecialToken", first), ("Sequence", name), ("SpecialToken", last)]
     return [{kind: {"id": what, "type_id": segment}} for kind, what in parts if what is not None]

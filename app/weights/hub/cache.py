@@ -27,6 +27,24 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _NAME = re.compile(rf"(?P<repo_id>{_PART}/{_PART})(?:@(?P<revision>[^:@\s]+))?(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
 
 _ADDRESS = re.compile(rf"(?:https?:/+[^/]+|hf:)/+(?P<repo_id>{_PART}/{_PART})(?:[/@?#]|$)", re.ASCII)
+_FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
+_MAX_REF_BYTES = 1024  # of a file with a commit
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+CONFIG = "config.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+# Files that say which others are needed; they are fetched first.
+METADATA = (CONFIG, MODULES, INDEX, _TOKENIZER_CONFIG)
+# Read if tokenizer_config.json is of an older version, which does not list all added tokens.
+_TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
+_TEXT_FILES = (
+    _TOKENIZER,
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+)
+_GGUF_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")  # one of several files, as llama.cpp splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +56,6 @@ class HubName:
     file: str = ""
 
     def __str__(self) -> str:
-        """Return the name as `--model` takes it."""
         revision = "" if self.revision == MAIN else f"@{self.revision}"
         return f"{self.repo_id}{revision}{f':{self.file}' if self.file else ''}"
 
@@ -61,11 +78,6 @@ def name_in_address(path: Path) -> str:
     return found["repo_id"] if found is not None else ""
 
 
-_FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
-_MAX_REF_BYTES = 1024  # of a file with a commit
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
 @dataclass(frozen=True, slots=True)
 class CachedRevision:
     """A snapshot in the cache: its branches and tags, and the size of its files in bytes."""
@@ -79,12 +91,11 @@ class CachedRevision:
 
     @property
     def name(self) -> HubName:
-        """Name by which `--model` finds this snapshot."""
         return HubName(self.repo_id, MAIN if MAIN in self.refs else next(iter(self.refs), self.commit))
 
 
 def library_constants() -> ModuleType:
-    """Import the values that huggingface_hub takes from its variables, with its telemetry off unless its variable says else.
+    """Import the values that huggingface_hub takes from its variables, with its telemetry off by default.
 
     This comes before any other import of the library, which reads the variables once.
     """
@@ -105,7 +116,6 @@ def library_is_offline() -> bool:
 
 
 def model_folder(repo_id: str) -> Path:
-    """Return the folder of a model in the cache, which may not exist."""
     return cache_directory() / f"models--{repo_id.replace('/', '--')}"
 
 
@@ -117,7 +127,7 @@ def find_snapshot(name: HubName) -> Path | None:
 def model_of_folder(folder: Path) -> tuple[HubName, Path] | None:
     """Return the model of a cache's folder `models--ORG--NAME` or of a snapshot in it, and the snapshot.
 
-    The snapshot of the former is that of `main` or the only one. None for any other folder.
+    A model's snapshot is that of `main` or the only one. None for any other folder.
     """
     real = folder.resolve()
     is_snapshot = real.parent.name == "snapshots"
@@ -159,13 +169,7 @@ def read_listing(repo_id: str, commit: str) -> Mapping[str, int] | None:
 
 
 def is_complete(name: HubName) -> bool:
-    """Return True if the cache has every file that serving a model needs.
-
-    False if it does not know the files that the model has on the hub, as after a download by an older library.
-
-    Raises:
-        CheckpointInvalid: The model's files are of a kind that is not served.
-    """
+    """Return True if the cache is known to have every file that serving needs. Raises `CheckpointInvalid`."""
     snapshot = find_snapshot(name)
     listing = None if snapshot is None else read_listing(name.repo_id, snapshot.name)
     if snapshot is None or listing is None:
@@ -174,7 +178,6 @@ def is_complete(name: HubName) -> bool:
 
 
 def cached_revisions() -> list[CachedRevision]:
-    """Return the models of the cache, sorted by name."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -199,11 +202,7 @@ def cached_revisions() -> list[CachedRevision]:
 
 
 def remove_revisions(repo_id: str, commits: list[str]) -> None:
-    """Remove snapshots of a model, with the files that no other snapshot uses.
-
-    Raises:
-        OSError: A file cannot be removed.
-    """
+    """Remove snapshots of a model, with the files that no other snapshot uses. Raises `OSError`."""
     from huggingface_hub import scan_cache_dir
 
     scan_cache_dir(cache_directory()).delete_revisions(*commits).execute()
@@ -216,41 +215,17 @@ def remove_revisions(repo_id: str, commits: list[str]) -> None:
 
 
 def cached_names() -> list[str]:
-    """Return the names of the models in the cache, without looking at their files."""
     folders = cache_directory().glob("models--*--*/snapshots")
     return sorted(
         f"{found['org']}/{found['name']}" for each in folders if (found := _FOLDER.fullmatch(each.parent.name))
     )
 
 
-CONFIG = "config.json"
-_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-# Files that say which others are needed; they are fetched first.
-METADATA = (CONFIG, MODULES, INDEX, _TOKENIZER_CONFIG)
-# Read if tokenizer_config.json is of an older version, which does not list all added tokens.
-_TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
-_TEXT_FILES = (
-    _TOKENIZER,
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    "generation_config.json",
-    "config_sentence_transformers.json",
-    "sentence_*_config.json",
-)
-_GGUF_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")  # one of several files, as llama.cpp splits
-
-
 def needed_files(name: HubName, listing: Collection[str], snapshot: Path) -> list[str]:
     """Return the files that serving a model needs, in the order of fetching.
 
-    Args:
-        name: The model.
-        listing: The paths of all its files on the hub.
-        snapshot: The folder into which they are fetched. While some of `METADATA` is missing there, only that is
-            returned.
-
-    Raises:
-        CheckpointInvalid: Files are missing, or are of a kind that is not served.
+    While some of `METADATA` is missing in `snapshot`, only that is returned. Raises `CheckpointInvalid` if files of
+    `listing` are missing, or of a kind that is not served.
     """
     if name.file:
         return _gguf_files(name, listing)
@@ -293,7 +268,6 @@ def _model_weights(name: HubName, listing: Collection[str], snapshot: Path) -> l
 
 
 def _weights(name: HubName, listing: Collection[str], folder: str) -> list[str]:
-    """Return the file with the weights of a folder; empty if it has none, as a pooling module."""
     own = sorted(file for file in listing if file.rpartition("/")[0] == folder)
     tensors = [file for file in own if file.endswith(".safetensors")]
     single = f"{folder}/{SINGLE_FILE}" if folder else SINGLE_FILE
@@ -327,7 +301,6 @@ def _gguf_note(name: HubName, listing: Collection[str]) -> str:
 
 
 def _gguf_files(name: HubName, listing: Collection[str]) -> list[str]:
-    """Return the GGUF file of the name, and the other parts if it is one of several."""
     if name.file not in listing:
         found = sorted(file for file in listing if file.endswith(".gguf"))
         has = f"it has {join_names(found)}" if found else "it has no GGUF file"

@@ -1,7 +1,7 @@
 """Fetching a model from the hub into its cache, by `huggingface_hub`: the only code that opens a connection.
 
-The library honours its own variables (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and others), resumes a file when
-the connection breaks, and checks its size. This module chooses the files, reports progress, and checks their hashes.
+The library honours its own variables (HF_ENDPOINT, HF_TOKEN, ...), resumes broken downloads and checks sizes. This
+module chooses the files, reports progress, and checks their hashes.
 """
 
 from __future__ import annotations
@@ -48,12 +48,9 @@ _GIT_HASH, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 def fetch_model(name: HubName, report: ReportFetch) -> Path:
     """Fetch the files of a model that are not in the cache yet, and return the folder that has them.
 
-    `report` may raise to stop; files that are complete by then are kept.
-
-    Raises:
-        ModelUnavailable: The hub does not have the model, or not for this token, or the disk is too small.
-        FetchFailed: The hub cannot be reached, or a file arrived damaged.
-        CheckpointInvalid: The model cannot be served.
+    `report` may raise to stop; complete files are kept. Raises `ModelUnavailable` if the hub does not have the model,
+    or not for this token, or the disk is too small; `FetchFailed` if the hub cannot be reached, or a file arrived
+    damaged; `CheckpointInvalid` if the model cannot be served.
     """
     library_constants()
     with _without_request_logs(), refusals_of(name):
@@ -69,7 +66,6 @@ def fetch_model(name: HubName, report: ReportFetch) -> Path:
 
 
 def _fetch_metadata(name: HubName) -> Path:
-    """Fetch the list of a model's files and those of `METADATA`; return the folder into which all are fetched."""
     from huggingface_hub import HfApi, snapshot_download
 
     found = HfApi().model_info(name.repo_id, revision=name.revision)
@@ -112,7 +108,6 @@ class _Fetching:
         return [file for file in files if not (self.snapshot / file).exists()]
 
     def check_model(self) -> None:
-        """Check that the hub has each file and the disk room for all."""
         absent = [file for file in self.needed if file not in self._listing]
         if absent:
             raise CheckpointInvalid(f"{self.name} lacks files on the hub: {join_names(absent)}.")
@@ -145,10 +140,7 @@ class _Fetching:
         self._report(LoadProgress(f"fetching {self.name}", done, self._total_bytes, elapsed_seconds=elapsed))
 
     def _check_hash(self, path: Path) -> None:
-        """Compare a file with its hash, which is the name of its blob; remove it if they differ.
-
-        Large files have SHA-256, others Git's SHA-1 (Git's documentation of objects).
-        """
+        """Remove a file whose hash (SHA-256 if large, else Git's SHA-1) is not the name of its blob."""
         blob = path.resolve()
         size = blob.stat().st_size
         if _SHA256.fullmatch(blob.name):
@@ -214,10 +206,7 @@ def _without_request_logs() -> Iterator[None]:
 
 
 def fetch_or_use_cached(name: HubName, report: ReportFetch) -> Path:
-    """Fetch a model; if the hub cannot be reached, return the files of it that the cache has, if there are any.
-
-    Raises as `fetch_model`.
-    """
+    """Fetch a model, or return its files in the cache if the hub cannot be reached. Raises as `fetch_model`."""
     try:
         return fetch_model(name, report)
     except FetchFailed as error:

@@ -39,7 +39,6 @@ def refusals_of(name: HubName) -> Iterator[None]:
 
 
 def _refusal(name: HubName, error: Exception) -> ArmatureError:
-    """Return the error that an operator reads."""
     from huggingface_hub.errors import (
         FileMetadataError,
         HfHubHTTPError,

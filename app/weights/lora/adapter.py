@@ -1,7 +1,6 @@
 """Opens a LoRA adapter's directory as peft saves it, and checks it against the model before anything is read.
 
-An adapter is untrusted, like a checkpoint. What cannot be served exactly is refused by its name in peft's configuration:
-ignoring it would give other results than peft. Torch is not needed.
+An adapter is untrusted. What cannot be served exactly is refused by its name in peft's configuration.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializa
 
 @dataclass(frozen=True, slots=True)
 class LoraMatrices:
-    """The adapter's matrices for one layer, A [rank, inputs] and B [outputs, rank], and the scale of their product.
+    """The matrices for one layer, A [rank, inputs] and B [outputs, rank], and the scale of their product.
 
     `rows`: the row of B for each output of our layer, if the family stores its weights in another order.
     """
@@ -78,7 +77,6 @@ class LoraMatrices:
 
     @property
     def rank(self) -> int:
-        """Rank of the product."""
         return self.a.shape[0]
 
 
@@ -91,7 +89,6 @@ class LoraAdapter:
 
     @property
     def rank(self) -> int:
-        """Highest rank of a layer."""
         return max(each.rank for each in self.matrices.values())
 
 
@@ -105,7 +102,6 @@ def adapted_layers(config: ModelConfig) -> dict[str, Shape]:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return True if a directory has the files of an adapter."""
     return (directory / CONFIG).exists() or (directory / WEIGHTS).exists()
 
 
@@ -123,17 +119,7 @@ def adapter_as_model_message(directory: Path) -> str:
 
 
 def open_adapter(directory: Path, config: ModelConfig, max_rank: int = MAX_LORA_RANK) -> LoraAdapter:
-    """Read and check everything except the weights' values.
-
-    Args:
-        directory: The adapter, as peft saves it.
-        config: The model that it changes.
-        max_rank: The highest rank that may be loaded.
-
-    Raises:
-        CheckpointInvalid: Something is missing, damaged, not supported, or made for another model.
-        OSError: A file cannot be read.
-    """
+    """Read and check everything except the weights' values. Raises `CheckpointInvalid` or `OSError`."""
     if not directory.is_dir():
         raise CheckpointInvalid(f"The LoRA adapter {directory} is no directory here.")
     if not file_in(directory, CONFIG).is_file():
@@ -195,7 +181,6 @@ def _check_config(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def _pair_matrices(directory: Path, found: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
-    """Return the matrices A and B of each module, by its name in the model that was trained."""
     names = {name: _MATRIX.fullmatch(name) for name in found}
     adapters = {match["adapter"] for match in names.values() if match is not None}
     if len(adapters) > 1:
@@ -227,7 +212,6 @@ def _our_module(config: ModelConfig, stored: str) -> str:
 
 
 def _what(name: str) -> str:
-    """Return the end of the sentence on a tensor that is neither A nor B of a linear layer."""
     if "lora_magnitude_vector" in name:
         return "belongs to DoRA, which cannot be served: merge the adapter into the model with peft's merge_and_unload."
     if "lora_embedding" in name or "embed_tokens" in name or "lm_head" in name:
@@ -236,7 +220,6 @@ def _what(name: str) -> str:
 
 
 def _why_not(module: str) -> str:
-    """Return the end of the sentence on a layer that takes no adapter."""
     if "embed_tokens" in module or "lm_head" in module:
         return _what(module).removeprefix("changes ")
     if is_expert(module) or ".mlp.shared_expert" in module or is_router(module):
@@ -254,7 +237,6 @@ def _check_layer(
     layers: Mapping[str, Shape],
     rules: AdapterRules,
 ) -> LoraMatrices:
-    """Return the matrices of one layer, whose `names` are the stored one and ours."""
     where, a, b = f"{directory}/{WEIGHTS}", pair["A"], pair["B"]
     stored, module = names
     if module not in layers:
@@ -279,7 +261,7 @@ def _check_layer(
 class ServedAdapters:
     """The adapters that a server may serve: those that it loads at its start, by name, and places for as many as `slots`.
 
-    `layers` are those that adapters may change, with the shapes of their weights.
+    `layers` are the layers that adapters may change, with the shapes of their weights.
     """
 
     layers: Mapping[str, Shape]

@@ -1,8 +1,8 @@
 """What peft's configuration says about single modules: which have an adapter, of which rank, and with which scale.
 
-Regular expressions over names come with an untrusted adapter, and Python's `re` can take exponential time for one, so
-`NamePattern` matches them by sets of states. RE2 (google-re2) is bounded too, but has no look-ahead, with which
-LLaMA-Factory writes its patterns (`^(?!.*visual).*proj`).
+Regular expressions come with an untrusted adapter, and Python's `re` can take exponential time for one, so
+`NamePattern` matches them by sets of states. RE2 has no look-ahead, with which LLaMA-Factory writes its patterns
+(`^(?!.*visual).*proj`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ _CLASSES: dict[str, Callable[[str], bool]] = {
     "w": lambda one: one.isalnum() or one == "_",
     "s": str.isspace,
 }
+_MAX_SHOWN = 80  # characters of a pattern or value from the adapter in a message
+_MAX_ALPHA, _MAX_RANK = 1e6, 2**20
+_LAYER_NUMBER = re.compile(r"\.(\d{1,9})\.")
 
 
 class UnsupportedPattern(Exception):
@@ -35,31 +38,20 @@ class Steps:
     left: int = 2_000_000
 
     def take(self) -> None:
-        """Count one step.
-
-        Raises:
-            UnsupportedPattern: There were too many.
-        """
+        """Count one step. Raises `UnsupportedPattern` if there were too many."""
         self.left -= 1
         if self.left < 0:
             raise UnsupportedPattern("takes too many steps")
 
 
 class NamePattern:
-    """A pattern that names are compared with."""
-
     def __init__(self, pattern: str, steps: Steps) -> None:
-        """Parse the pattern.
-
-        Raises:
-            UnsupportedPattern: It is not supported.
-        """
+        """Parse the pattern. Raises `UnsupportedPattern`."""
         self.text, self._steps = pattern, steps
         self._plain = re.compile(pattern) if _PLAIN.fullmatch(pattern) else None
         self._node = _Parser(pattern).parse() if self._plain is None else None
 
     def matches(self, name: str) -> bool:
-        """Return True if the whole name matches."""
         if self._node is None:
             return self._plain is not None and self._plain.fullmatch(name) is not None
         return len(name) in _Matching(name, self._steps).ends(self._node, 0)
@@ -77,8 +69,8 @@ class NamePattern:
 class _Node:
     """A part of a pattern: the ends that it can have from a position.
 
-    One of: a character that `accepts`, a place where `holds`, `sequence`, `choice`, or `repeated` from `low` to `high` times
-    (None: without end). `ahead` True or False: only whether `repeated` matches or not.
+    One of: a character that `accepts`, a place where `holds`, `sequence`, `choice`, or `repeated` from `low` to `high`
+    times (None: without end). `ahead`: only whether `repeated` matches or not.
     """
 
     accepts: Callable[[str], bool] | None = None
@@ -255,7 +247,6 @@ class _Parser:
 
 
 def _class_of(one: str) -> Callable[[str], bool]:
-    """Return what an escaped character stands for."""
     if one.lower() in _CLASSES:
         known = _CLASSES[one.lower()]
         return known if one.islower() else lambda other: not known(other)
@@ -265,14 +256,8 @@ def _class_of(one: str) -> Callable[[str], bool]:
 
 
 def _is_border(name: str, at: int) -> bool:
-    """Return True where a word begins or ends."""
     is_word = _CLASSES["w"]
     return (at > 0 and is_word(name[at - 1])) is not (at < len(name) and is_word(name[at]))
-
-
-_MAX_SHOWN = 80  # characters of a pattern or value from the adapter in a message
-_MAX_ALPHA, _MAX_RANK = 1e6, 2**20
-_LAYER_NUMBER = re.compile(r"\.(\d{1,9})\.")
 
 
 class AdapterRules:
@@ -282,15 +267,7 @@ class AdapterRules:
     """
 
     def __init__(self, where: str, values: Mapping[str, Any]) -> None:
-        """Parse all patterns.
-
-        Args:
-            where: The file, for messages.
-            values: The content of adapter_config.json.
-
-        Raises:
-            CheckpointInvalid: A value is wrong or not supported.
-        """
+        """Parse all patterns of adapter_config.json. Raises `CheckpointInvalid`; `where` is for messages."""
         self._where, self._values, self._steps = where, values, Steps()
         self._alphas = self._numbers("lora_alpha", "alpha_pattern", _MAX_ALPHA)
         self._ranks = self._numbers("r", "rank_pattern", _MAX_RANK)
@@ -307,11 +284,7 @@ class AdapterRules:
         self._lists = [self._pattern("layers_pattern", one) for one in lists]
 
     def check_adapted(self, module: str, rank: int) -> None:
-        """Check that peft would give a module the adapter of the file, with this rank.
-
-        Raises:
-            CheckpointInvalid: It would not.
-        """
+        """Raise `CheckpointInvalid` unless peft would give a module the file's adapter, with this rank."""
         if not self._is_adapted(module):
             raise CheckpointInvalid(
                 f"{self._where}: the file has matrices of {module[:_MAX_SHOWN]}, which target_modules, exclude_modules and"
@@ -356,7 +329,6 @@ class AdapterRules:
         return frozenset(listed) or None
 
     def _names(self, key: str) -> Callable[[str], bool]:
-        """Return what decides whether a name is in a list of names and ends of names, or matches an expression."""
         value = self._values[key]
         if isinstance(value, str):
             pattern = self._pattern(key, value)
@@ -381,7 +353,6 @@ class AdapterRules:
         return found
 
     def _of(self, numbers: list[tuple[NamePattern | None, float | None]], key: str, module: str) -> float | None:
-        """Return the number of the first pattern that a module's name ends with."""
         for pattern, number in numbers:
             if pattern is None or self._guard(key, pattern, pattern.matches_end, module):
                 return number

@@ -1,4 +1,4 @@
-"""A quantized weight that is stored as several tensors, and checks of these tensors. Torch is not needed.
+"""A quantized weight that is stored as several tensors, and checks of these tensors.
 
 The files are untrusted: dtypes and shapes of all parts are checked against each other before anything is read.
 """
@@ -34,14 +34,12 @@ class CodeLayout(Enum):
 class PackedEntry(EncodedEntry):
     """A weight [outputs, inputs] that is stored as codes and other tensors; the location is that of the codes.
 
-    `name` is that of the weight, and `kind` that of the format, for messages. `parts` are the tensors by their role:
-    codes, scales, and zeros (integers that mean zero), minimums, order (the group of each input), or what the packing
-    needs. `form` is the layout (`armature_kernels/linear/layout.py`) that holds the values, empty if none does without a visible
-    cost.
-
-    `group` inputs share a scale. `added` is added to each stored zero; codes without zeros have the zero `middle`.
-    `block` is the number of outputs and inputs that share a scale of FP8. The rows of `turns` weights may take
-    turns in the parts; this is weight `place` of them.
+    `kind` is the format, for messages. `parts` are the tensors by their role: codes, scales, and zeros (integers that
+    mean zero), minimums, order (the group of each input), or what the packing needs. `form` is the layout
+    (`armature_kernels/linear/layout.py`) that holds the values, empty if none does without a visible cost. `group`
+    inputs share a scale. `added` is added to each stored zero; codes without zeros have the zero `middle`. `block` is
+    the number of outputs and inputs that share a scale of FP8. The rows of `turns` weights may take turns in the parts;
+    this is weight `place` of them.
     """
 
     kind: str
@@ -62,11 +60,9 @@ class PackedEntry(EncodedEntry):
 
     @property
     def nbytes(self) -> int:
-        """Number of stored bytes of all parts."""
         return sum(part.end - part.start for _, part in self.parts) // self.turns
 
     def part(self, role: str) -> TensorEntry | None:
-        """Return the tensor with a role; None if the weight has none."""
         return next((entry for name, entry in self.parts if name == role), None)
 
 
@@ -81,26 +77,14 @@ def packed_entry(
 
 
 class Parts:
-    """The tensors of a checkpoint, from which the parts of quantized weights are taken."""
-
     def __init__(self, found: Mapping[str, TensorEntry]) -> None:
         self.tensors = dict(found)
 
     def stems(self, suffix: str) -> list[str]:
-        """Return the names of all tensors with a suffix, without it."""
         return [name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix)]
 
     def take(self, name: str, dtypes: Collection[str], shape: tuple[int, ...] | None = None) -> TensorEntry:
-        """Remove and return a tensor.
-
-        Args:
-            name: Its name.
-            dtypes: The dtypes that it may have.
-            shape: Its shape. None: any matrix.
-
-        Raises:
-            CheckpointInvalid: It is missing, or has another dtype or shape.
-        """
+        """Remove and return a tensor of these dtypes and this shape; None: any matrix. Raises `CheckpointInvalid`."""
         entry = self.take_optional(name, dtypes, shape)
         if entry is None:
             raise CheckpointInvalid(
@@ -139,7 +123,6 @@ class Parts:
         return self.take(name, () if entry is None else (entry.dtype,), None if entry is None else entry.shape)
 
     def drop(self, *names: str) -> None:
-        """Remove tensors that serving does not use."""
         for name in names:
             self.tensors.pop(name, None)
 
@@ -147,12 +130,7 @@ class Parts:
 def is_zero_bias(name: str, found: Mapping[str, TensorEntry]) -> bool:
     """Return True for a bias of a quantized weight that is zero: old exports of GPTQ have one for every weight.
 
-    Args:
-        name: Name of a stored tensor.
-        found: The stored tensors, with the parts of quantized weights joined.
-
-    Raises:
-        OSError: Its file cannot be read.
+    `found` has the parts of quantized weights joined. Raises `OSError` if its file cannot be read.
     """
     bias, weight = found.get(name), found.get(f"{name.removesuffix('.bias')}.weight")
     if bias is None or not name.endswith(".bias") or not isinstance(weight, PackedEntry):
@@ -165,11 +143,7 @@ def is_zero_bias(name: str, found: Mapping[str, TensorEntry]) -> bool:
 
 
 def group_count(name: str, inputs: int, group: int) -> int:
-    """Return the number of groups of a weight, the last of which may be shorter.
-
-    Raises:
-        CheckpointInvalid: A group is larger than the weight.
-    """
+    """Return the number of groups of a weight, the last of which may be shorter. Raises `CheckpointInvalid`."""
     if group > inputs:
         raise CheckpointInvalid(f"config.json: groups of {group} do not fit {name[:120]}, which has {inputs} inputs.")
     return -(-inputs // group)

@@ -1,4 +1,8 @@
-"""Which library quantized a checkpoint, by its config.json, and the weights that its tensors hold. Torch is not needed."""
+"""Which library quantized a checkpoint, by its config.json, and the weights that its tensors hold.
+
+A `join_` function returns the weights by name and removes their parts; it raises `CheckpointInvalid` if the
+configuration or a part cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +33,25 @@ from app.weights.safetensors import TensorEntry, join_quantized
 TABLES = ("nf4", "fp4")
 _STATE = ".weight.quant_state.bitsandbytes__"
 _MAX_STATE_BYTES = 4096
+_BLOCKS, _SCALES, _BLOCK_BYTES = "_blocks", "_scales", GROUP // 2
+BITS = (2, 3, 4, 5, 6, 8)
+GPTQ_BITS = (2, 3, 4, 8)
+_FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero: the first version stores zeros less 1
+_WORD = 32  # bits
+FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_PACKED_BITS = (4, 8)
+_Join = Callable[[Parts, ConfigReader], dict[str, PackedEntry]]
+MLX = "mlx"
+TORCHAO = "torchao"
+# Ends of names that only quantized weights have.
+_QUANTIZED_NAMES = (
+    ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax",
+    ".quant_map", ".SCB", "_blocks", "_scales",
+)  # fmt: skip
 
 
 def join_bitsandbytes(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
-    """Return the weights that bitsandbytes quantized, by name, and remove their parts.
-
-    Raises:
-        CheckpointInvalid: The configuration or a part cannot be used.
-    """
     kind = config.text("bnb_4bit_quant_type", "fp4")
     if kind not in TABLES:
         raise CheckpointInvalid(f"{config.where}: bnb_4bit_quant_type must be nf4 or fp4, not {kind[:40]!r}.")
@@ -105,15 +120,8 @@ def _int8(parts: Parts, stem: str) -> PackedEntry:
     return packed_entry((outputs, inputs), "bitsandbytes int8", CodeLayout.INTEGERS, stored, form=form, group=inputs)
 
 
-_BLOCKS, _SCALES, _BLOCK_BYTES = "_blocks", "_scales", GROUP // 2
-
-
 def join_mxfp4(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
-    """Return the weights of each expert by name, and remove their parts.
-
-    Raises:
-        CheckpointInvalid: A part is missing, does not fit, or belongs to no expert.
-    """
+    """Return the weights of each expert."""
     found: dict[str, PackedEntry] = {}
     for stem in parts.stems(_BLOCKS):
         found |= dict(_experts(parts, stem))
@@ -121,7 +129,6 @@ def join_mxfp4(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
 
 
 def _experts(parts: Parts, stem: str) -> Iterator[tuple[str, PackedEntry]]:
-    """Yield the weights of all experts of one product of a layer."""
     at, _, product = stem.rpartition(".")
     names = EXPERT_PRODUCTS.get(product, ())
     if not names or not at.endswith(".experts"):
@@ -156,17 +163,8 @@ def _of_expert(entry: TensorEntry, expert: int, turns: int) -> TensorEntry:
     return replace(entry, shape=shape, start=start, end=start + nbytes)
 
 
-BITS = (2, 3, 4, 5, 6, 8)
-
-
 def join_mlx(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
-    """Return the weights that MLX quantized, by name, and remove their parts.
-
-    A layer may have bits and a group size of its own, as an object under its name.
-
-    Raises:
-        CheckpointInvalid: The configuration or a part cannot be used.
-    """
+    """Return the weights that MLX quantized; an object under a layer's name has bits and a group size of its own."""
     found = {}
     for stem in parts.stems(".scales"):
         own = config.section(stem) if isinstance(config.values.get(stem), dict) else config
@@ -199,17 +197,7 @@ def _mlx(parts: Parts, stem: str, bits: int, group: int) -> PackedEntry:
     )
 
 
-GPTQ_BITS = (2, 3, 4, 8)
-_FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero: the first version stores zeros less 1
-_WORD = 32  # bits
-
-
 def join_gptq(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
-    """Return the weights that GPTQ quantized, by name, and remove their parts.
-
-    Raises:
-        CheckpointInvalid: The configuration or a part cannot be used.
-    """
     bits, group = config.integer("bits"), _group(config)
     stored_as = config.text("checkpoint_format", config.text("format", "gptq"))
     if bits not in GPTQ_BITS:
@@ -247,18 +235,12 @@ def _gptq(parts: Parts, stem: str, bits: int, group: int, flags: tuple[bool, boo
 
 
 def _group(config: ConfigReader) -> int:
-    """Return the inputs that share a scale; -1: all."""
     if config.values.get("group_size") == -1:
         return -1
     return config.integer("group_size")
 
 
 def join_awq(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
-    """Return the weights that AWQ quantized, by name, and remove their parts.
-
-    Raises:
-        CheckpointInvalid: The configuration or a part cannot be used.
-    """
     bits, group = config.integer("bits"), _group(config)
     version = config.text("version", "gemm").lower()
     if bits != 4 or version != "gemm":
@@ -282,15 +264,8 @@ def _awq(parts: Parts, stem: str, group: int) -> PackedEntry:
     return packed_entry((outputs, inputs), "AWQ in 4 bits", CodeLayout.AWQ, stored, form=form, bits=4, group=size)
 
 
-FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
-
-
 def join_fp8(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
-    """Return the weights in 8-bit floats, by name, and remove their parts; scales of activations are not used.
-
-    Raises:
-        CheckpointInvalid: The configuration or a part cannot be used.
-    """
+    """Return the weights in 8-bit floats; scales of activations are not used."""
     block = None
     if config.has("weight_block_size"):
         rows, columns = config.numbers("weight_block_size", 2)
@@ -322,16 +297,7 @@ def fp8_entry(parts: Parts, stem: str, scale: str, block: tuple[int, int] | None
     return packed_entry((outputs, inputs), "FP8", CodeLayout.FP8, stored, block=sizes[shape])
 
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_PACKED_BITS = (4, 8)
-
-
 def join_compressed(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
-    """Return the weights that compressed-tensors quantized, by name, and remove their parts.
-
-    Raises:
-        CheckpointInvalid: The configuration or a part cannot be used.
-    """
     scheme = _scheme(config)
     found = {f"{stem}.weight": _packed(parts, stem, scheme) for stem in parts.stems(".weight_packed")}
     for stem in parts.stems(".weight_scale"):
@@ -432,8 +398,6 @@ def _integers(parts: Parts, stem: str, scheme: _Scheme) -> PackedEntry:
     )
 
 
-_Join = Callable[[Parts, ConfigReader], dict[str, PackedEntry]]
-MLX = "mlx"
 METHODS: Mapping[str, _Join] = {
     "gptq": join_gptq,
     "awq": join_awq,
@@ -444,20 +408,10 @@ METHODS: Mapping[str, _Join] = {
     "mxfp4": join_mxfp4,
     MLX: join_mlx,
 }
-TORCHAO = "torchao"
-# Ends of names that only quantized weights have.
-_QUANTIZED_NAMES = (
-    ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax",
-    ".quant_map", ".SCB", "_blocks", "_scales",
-)  # fmt: skip
 
 
 def quantization_method(config: Mapping[str, Any]) -> str:
-    """Return the method that quantized the weights; empty if they are not quantized.
-
-    Raises:
-        CheckpointInvalid: The method is unknown or not supported.
-    """
+    """Return the method that quantized the weights, empty if none. Raises `CheckpointInvalid` if it is unknown."""
     quantization = _quantization(config)
     if not quantization:
         return ""
@@ -473,20 +427,13 @@ def quantization_method(config: Mapping[str, Any]) -> str:
 
 
 def _quantization(config: Mapping[str, Any]) -> Any:
-    """Return the entry of config.json on quantization, whatever it holds. MLX calls it `quantization`."""
     return config.get("quantization_config") or config.get("quantization")
 
 
 def join_weights(method: str, config: Mapping[str, Any], found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors by name, with the parts of each quantized weight joined to one entry.
 
-    Args:
-        method: What `quantization_method` returned, not empty.
-        config: The values of config.json.
-        found: The stored tensors.
-
-    Raises:
-        CheckpointInvalid: The configuration or the tensors are damaged or not supported.
+    `method` is what `quantization_method` returned, not empty. Raises `CheckpointInvalid`.
     """
     if method == TORCHAO:
         return join_quantized(found)
@@ -500,11 +447,7 @@ def join_weights(method: str, config: Mapping[str, Any], found: Mapping[str, Ten
 
 
 def check_not_quantized(found: Mapping[str, TensorEntry]) -> None:
-    """Check that weights whose config.json names no quantization have no tensors of one.
-
-    Raises:
-        CheckpointInvalid: They have.
-    """
+    """Raise `CheckpointInvalid` for quantized tensors where config.json names no quantization."""
     names = sorted(name for name in found if name.endswith(_QUANTIZED_NAMES))
     if names:
         raise CheckpointInvalid(

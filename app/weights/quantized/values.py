@@ -1,7 +1,7 @@
 """Computes the values of quantized weights in FP32, and the codes that our forms can hold.
 
 A value is scale * (code - zero), or scale * code + minimum, computed in FP32 as the libraries do in the dtype of the
-scales. Each function reads rows of a weight from views of the mapped file.
+scales.
 """
 
 from __future__ import annotations
@@ -55,19 +55,16 @@ class RowCodes:
     places: Tensor | None = None
 
     def values(self) -> Tensor:
-        """Return the values, FP32 [rows, inputs]."""
         codes, scales = self.codes.float(), self._spread(self.scales)
         if self.minimums is not None:
             return scales * codes + self._spread(self.minimums)
         return scales * (codes if self.zeros is None else codes - self._spread(self.zeros))
 
     def centered(self) -> Tensor:
-        """Return the codes less their zeros, int16 [rows, inputs]."""
         codes = self.codes.short()
         return codes if self.zeros is None else codes - self._spread(self.zeros).short()
 
     def _spread(self, each: Tensor) -> Tensor:
-        """Return the value of each input's group, [rows, inputs]."""
         if self.places is not None:
             return each[:, self.places]
         return each.repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
@@ -98,10 +95,9 @@ def decode_rows(entry: PackedEntry, rows: range, read: _Read) -> Tensor:
 
 
 def held_codes(entry: PackedEntry, rows: range, read: _Read, bits: int) -> Int4Weight | Int8Weight | None:
-    """Return the codes of some rows in groups of 32 with BF16 scales; None if codes of these bits cannot hold them.
+    """Return codes in groups of 32 with BF16 scales; None if codes of these bits cannot hold them.
 
-    Raises:
-        CheckpointInvalid: The zeros or the order are not those that config.json names.
+    Raises `CheckpointInvalid` if the zeros or the order are not as config.json says.
     """
     if not entry.form:
         return None
@@ -137,7 +133,6 @@ def held_codes(entry: PackedEntry, rows: range, read: _Read, bits: int) -> Int4W
 
 
 def row_codes(entry: PackedEntry, rows: range, read: _Read) -> RowCodes:
-    """Return the codes of some rows of a weight of integers."""
     parts = {role: read(part) for role, part in entry.parts}
     if entry.packing is CodeLayout.MXFP4:
         return _mxfp4(entry, parts, rows)
@@ -164,11 +159,7 @@ def row_codes(entry: PackedEntry, rows: range, read: _Read) -> RowCodes:
 
 
 def _mxfp4(entry: PackedEntry, parts: dict[str, Tensor], rows: range) -> RowCodes:
-    """Return E2M1 values as doubled integers -12 to 12, and halved scales, which are powers of two.
-
-    Raises:
-        CheckpointInvalid: A scale is 255, which is no number.
-    """
+    """Return E2M1 values as doubled integers -12 to 12, and halved scales, powers of two but 255: `CheckpointInvalid`."""
     stored, exponents = (parts[role][rows.start : rows.stop, entry.place] for role in ("codes", "scales"))
     if int(exponents.amax()) == _E8M0_NAN:
         raise CheckpointInvalid(
@@ -189,9 +180,9 @@ def _scales(entry: PackedEntry, parts: dict[str, Tensor], rows: range) -> Tensor
 def _columns(words: Tensor, rows: range, bits: int, added: int = 0) -> Tensor:
     """Return codes uint8 [n, rows] of these columns of packed words [n, columns * bits / 32], with `added` to each.
 
-    A sum that is too large wraps to 0, and carries into the next code of its word. That is how GPTQModel reads zeros
-    of GPTQ's first version, and the opposite of how it writes them: for a zero of 0 it borrows from the next one. In 3
-    bits, where codes cross words, it neither carries nor borrows.
+    A sum that is too large wraps to 0, and carries into the next code of its word. That is how GPTQModel reads zeros of
+    GPTQ's first version, and the opposite of how it writes them. In 3 bits, where codes cross words, it neither carries
+    nor borrows.
     """
     first = rows.start // GROUP * GROUP
     part = words[:, first // GROUP * bits : -(-rows.stop // GROUP) * bits]
@@ -210,11 +201,7 @@ def _awq_columns(words: Tensor, rows: range) -> Tensor:
 
 
 def _places(entry: PackedEntry, order: Tensor | None, groups: int) -> Tensor | None:
-    """Return the group of each input; None if the inputs are in order.
-
-    Raises:
-        CheckpointInvalid: A group does not exist.
-    """
+    """Return the group of each input; None if in order. Raises `CheckpointInvalid` if a group does not exist."""
     if order is None:
         return None
     places = order.to(torch.int64)
@@ -239,7 +226,10 @@ def _fp8(entry: PackedEntry, rows: range, read: _Read) -> Tensor:
 
 def _bitsandbytes(entry: PackedEntry, rows: range, read: _Read) -> Tensor:
     """Return values of a table times the largest of their block, which may be quantized itself."""
-    parts = {role: read(part if role != "codes" else _as_bytes(part)) for role, part in entry.parts}
+    parts = {
+        role: read(replace(part, dtype="U8", shape=(part.nbytes,)) if role == "codes" else part)
+        for role, part in entry.parts
+    }
     inputs, group = entry.shape[1], entry.group
     begin, end = rows.start * inputs, rows.stop * inputs
     first, last = begin // group, -(-end // group)
@@ -251,7 +241,3 @@ def _bitsandbytes(entry: PackedEntry, rows: range, read: _Read) -> Tensor:
         largest = parts["nested_table"][largest.long()] * own + entry.offset
     spread = largest.repeat_interleave(group)[begin - first * group :][: end - begin]
     return (torch.tensor(_TABLES[entry.table])[codes.long()] * spread).view(len(rows), inputs)
-
-
-def _as_bytes(entry: TensorEntry) -> TensorEntry:
-    return replace(entry, dtype="U8", shape=(entry.nbytes,))

@@ -16,7 +16,7 @@ from app.engine.program import DTYPES, ProgramEngine, RunnableProgram, to_array,
 from app.errors import InvalidRequest, ServiceStopping, StepFailed
 from app.hardware.step_times import StepTimeTable, ThrottleCorrection
 from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 
 SIGNATURE = Signature(
     (TensorSpec("ids", "INT64", (-1, -1)),), (TensorSpec("sum", "FP32", (-1,)), TensorSpec("twice", "INT64", (-1, -1)))

@@ -15,7 +15,7 @@ from app.engine.decoder.engine import DecoderEngine
 from app.engine.worker import MAX_FAILED_STEPS, Engine, Worker
 from app.errors import CheckpointInvalid, ServiceStopping
 from app.messages import Abort, Command, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, Stop
-from app.metrics.stats import StepStats
+from app.metrics.steps import StepStats
 from encoder_simulation import POISON, EncoderSimulation, encode
 from engine_simulation import Simulation
 from worker_bench import PATIENCE_SECONDS, Bench, request

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.hardware import power_sources
+from app.hardware import power
 from app.hardware.facts import PowerCounter, PowerMeter
 from app.hardware.probe import macos
 from app.hardware.probe.host_files import HostFiles
@@ -19,12 +19,12 @@ NAMES = sorted(path.name for path in COUNTERS.iterdir() if path.is_dir())
 
 def recorded(name: str, root: Path) -> PowerMeter:
     write_tree(read_tree(name, COUNTERS), root)
-    return power_sources.find_power_meter(HostFiles(root))
+    return power.find_power_meter(HostFiles(root))
 
 
 def written(root: Path, files: dict[str, str]) -> PowerMeter:
     write_tree(files, root)
-    return power_sources.find_power_meter(HostFiles(root))
+    return power.find_power_meter(HostFiles(root))
 
 
 def names(meter: PowerMeter) -> list[str]:
@@ -85,7 +85,7 @@ def test_what_only_root_may_read_is_absent_with_the_reason(tmp_path: Path) -> No
     unreadable = tmp_path / "sys/class/powercap/intel-rapl:0:2/energy_uj"
     unreadable.unlink()
     unreadable.mkdir()  # not even root reads that
-    meter = power_sources.find_power_meter(HostFiles(tmp_path))
+    meter = power.find_power_meter(HostFiles(tmp_path))
     assert meter.source is None and not meter.counters
     assert "root alone" in meter.reason and "`watts`" in meter.reason
 
@@ -95,7 +95,7 @@ def test_a_container_that_is_not_shown_the_zones_says_so(tmp_path: Path) -> None
     zones.mkdir(parents=True)
     for name in ("intel-rapl", "intel-rapl:0", "intel-rapl:0:0"):
         (zones / name).symlink_to(tmp_path / "sys/devices/virtual/powercap" / name)
-    meter = power_sources.find_power_meter(HostFiles(tmp_path))
+    meter = power.find_power_meter(HostFiles(tmp_path))
     assert meter.source is None and "masked" in meter.reason
 
 

@@ -10,9 +10,7 @@ import pytest
 
 from app.engine.scheduler.policy import PrefillBudget
 from app.hardware.step_times import StepTimeTable, ThrottleCorrection, throttle_corrected_clock
-from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
-from app.metrics.stats import StepStats
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import ExpectedSpeed, SpeedDrift, StepStats, StepTimeModel
 from encoder_simulation import EncoderSimulation, encode
 from engine_simulation import Simulation
 

@@ -24,8 +24,8 @@ from app.messages import Timings
 from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo, engine_gauges, throttled_seconds
 from app.metrics.instruments import SECONDS_BUCKETS, Api, Metrics, refusal_of
 from app.metrics.power_monitor import PowerMonitor
-from app.metrics.stats import EngineSnapshot, StepStats
 from app.metrics.step_monitor import StepMonitor
+from app.metrics.steps import EngineSnapshot, StepStats
 from app.metrics.vllm_names import vllm_metrics
 from app.service.served_model import ServedDecoder
 from app.service.service import Service

@@ -11,11 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from app.hardware.facts import CudaDevice, PowerCounter, PowerMeter
-from app.hardware.power_meters import ModelledMeter
+from app.hardware.power import ModelledMeter
 from app.messages import Timings
 from app.metrics.instruments import Metrics
 from app.metrics.power_monitor import EnergyReport, PowerMonitor
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 
 RAPL = PowerMeter(
     "rapl", (PowerCounter("package-0", "/energy_uj", "energy", 1_000_000_000),), "The processor's own counters."

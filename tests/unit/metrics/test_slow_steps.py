@@ -12,9 +12,8 @@ import pytest
 from app.hardware.decision import TrialTimes
 from app.hardware.step_times import StepTimeTable
 from app.metrics.gauges import throttled_seconds
-from app.metrics.stats import StepStats
-from app.metrics.step_monitor import ProcessCounters, SlowStep, SlowStepDetector, first_touch_seconds
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.step_monitor import GcControl, ProcessCounters, SlowStep, SlowStepDetector, first_touch_seconds
+from app.metrics.steps import StepStats, StepTimeModel
 
 TABLE = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
 DECODE = StepStats(0.030, decode_tokens=8, num_decode_sequences=8)
@@ -24,7 +23,7 @@ PAGES = 2000
 
 
 def stalls(table: StepTimeTable | None = TABLE, **parts: object) -> SlowStepDetector:
-    return SlowStepDetector(StepTimeModel(table), **parts)  # type: ignore[arg-type]
+    return SlowStepDetector(StepTimeModel(table), **({"garbage": GcControl()} | parts))  # type: ignore[arg-type]
 
 
 def ended(found: SlowStepDetector, step: StepStats) -> str | None:
@@ -145,14 +144,15 @@ def test_a_page_costs_something_to_touch_first() -> None:
 
 
 def test_garbage_of_that_step_counts_and_earlier_garbage_does_not() -> None:
-    collected = [5.0]
-    found = stalls(garbage_seconds=lambda: collected[0])
+    garbage = GcControl()
+    garbage.seconds = 5.0
+    found = stalls(garbage=garbage)
     found.begin()
-    collected[0] += 0.015
+    garbage.seconds += 0.015
     assert ended(found, SLOW) == "garbage_collection"
     assert after(found, SLOW) != "garbage_collection"
     found.begin()
-    collected[0] += 0.005
+    garbage.seconds += 0.005
     assert ended(found, SLOW) != "garbage_collection", "the lesser part of it"
 
 

@@ -10,10 +10,16 @@ import pytest
 from app.hardware.decision import TrialTimes
 from app.hardware.step_times import StepTimeTable
 from app.metrics.instruments import Metrics
-from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
-from app.metrics.stats import EngineSnapshot, StepStats
 from app.metrics.step_monitor import StepMonitor
-from app.metrics.step_time_model import MIN_WINDOW_STEPS, WINDOW_STEPS, StepTimeModel
+from app.metrics.steps import (
+    MIN_WINDOW_STEPS,
+    WINDOW_STEPS,
+    EngineSnapshot,
+    ExpectedSpeed,
+    SpeedDrift,
+    StepStats,
+    StepTimeModel,
+)
 
 STEPS = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
 PROMISE = ExpectedSpeed({"decode": {1: 62.5, 8: 266.0}, "prefill": {128: 640.0}}, {"decode": 0.9, "prefill": 0.6})
@@ -61,7 +67,7 @@ def test_capacity_follows_the_machine_by_phase() -> None:
 
 def test_a_slower_machine_is_reported_once_and_measured_anew(caplog: pytest.LogCaptureFixture) -> None:
     serving = Serving()
-    with caplog.at_level(logging.INFO, "app.metrics.speed_drift"):
+    with caplog.at_level(logging.INFO, "app.metrics.steps"):
         serving.decode(1.1)
         assert not serving.drift.drifted
         for factor in (1.3, 1.15, 1.25, 1.12, 1.3):  # around the bound, to and fro

@@ -6,8 +6,7 @@ from typing import get_args
 
 import pytest
 
-from app.metrics import stats
-from app.metrics.stats import Cause, StepLog, StepStats
+from app.metrics.steps import Cause, StepLog, StepStats
 
 DECODE = StepStats(0.0300001, decode_tokens=8, num_decode_sequences=8)
 
@@ -54,7 +53,7 @@ def test_what_came_after_is_reported_and_what_is_gone_is_counted(count: int, aft
 
 
 def test_an_answer_is_not_too_long_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "MAX_STEPS", 3)
+    monkeypatch.setattr("app.metrics.steps.MAX_STEPS", 3)
     log, after, heard = filled(13), 0, []
     while steps := (told := log.since(after))["steps"]["at"]:
         assert len(steps) <= 3

@@ -15,10 +15,8 @@ from app.engine.worker import Callbacks, Worker
 from app.errors import RequestError
 from app.messages import Abort, Encode, Event, Stop, Text
 from app.metrics.instruments import Metrics
-from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
-from app.metrics.stats import EngineSnapshot, StepStats
 from app.metrics.step_monitor import UPDATE_SECONDS, SlowStepDetector, StepMonitor
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import EngineSnapshot, ExpectedSpeed, SpeedDrift, StepStats, StepTimeModel
 
 PATIENCE_SECONDS = 10.0
 QUICK = 1e-4
@@ -102,9 +100,8 @@ class Watched:
 
     def _settled(self, engine: Deeds) -> Deeds:
         if self._fault_seconds is not None:
-            garbage = self.watch.gc_control
             self.watch.watch_slow_steps(
-                SlowStepDetector(self.model, lambda: garbage.seconds, fault_seconds=self._fault_seconds)
+                SlowStepDetector(self.model, self.watch.gc_control, fault_seconds=self._fault_seconds)
             )
         return engine
 

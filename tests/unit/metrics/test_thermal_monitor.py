@@ -8,8 +8,8 @@ from dataclasses import replace
 from app.hardware.facts import TemperatureSensor, ThermalSensors
 from app.hardware.thermal_sensors import ThermalReading
 from app.metrics.instruments import Metrics
-from app.metrics.stats import EngineSnapshot, StepStats
 from app.metrics.step_monitor import ProcessCounters, SlowStep
+from app.metrics.steps import EngineSnapshot, StepStats
 from app.metrics.thermal_monitor import MIN_READINGS, ThermalMonitor
 
 ALL = ThermalSensors(

@@ -12,7 +12,7 @@ import pytest
 from app.errors import CheckpointInvalid, PlanImpossible, SettingsInvalid
 from app.hardware.facts import CudaDevice
 from app.hardware.plan.memory_budget import DRAFT_SEQS, MemoryDemand, kv_bytes_per_token, memory_budget
-from app.server.draft_model import MAX_MISSING_TOKENS, check_vocabulary
+from app.server.model_source import MAX_MISSING_TOKENS, check_vocabulary
 from app.server.prepare import prepare
 from app.settings import DEMO_DIRECTORY, Settings
 from app.text.tokenizer import Tokenizer

@@ -10,8 +10,7 @@ import pytest
 from app.engine.calibration.cache import Calibration
 from app.errors import PrecisionTooCostly
 from app.hardware.decision import Measurements, TrialTimes
-from app.server.prepare import Prepared, with_kept_calibration
-from app.server.quality_notes import QualityNotes
+from app.server.prepare import Prepared, QualityNotes, with_kept_calibration
 from app.server.startup import ServerRuntime
 from app.settings import DEMO_DIRECTORY, Settings
 from app.weights.checkpoint import open_checkpoint

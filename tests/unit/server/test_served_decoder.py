@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointInvalid
-from app.server.served_decoder import FOLLOWED, REFUSED, WITHOUT_EFFECT, _generation_config, sampling_defaults
+from app.server.startup import FOLLOWED, REFUSED, WITHOUT_EFFECT, _generation_config, sampling_defaults
 from app.weights.checkpoint import open_checkpoint
 from tiny_checkpoints import write_checkpoint
 

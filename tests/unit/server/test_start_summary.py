@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.server.prepare import Prepared, prepare
-from app.server.start_summary import start_summary, try_command
+from app.server.process import start_summary, try_command
 from app.settings import DEMO_DIRECTORY, Settings
 from exported_programs import write_program
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from app.errors import Overloaded, RequestError, StepFailed
 from app.hardware.step_times import StepTimes, StepTimeTable
 from app.messages import RequestFailed
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 from app.service.admission import Admission, first_token_seconds
 from app.service.service import Service
 from fake_worker import LIMITS, Client, finished, request, serving, tokens

@@ -15,13 +15,11 @@ from app.engine.decoder.engine import DecoderEngine, StepTiming, decoder_step_st
 from app.engine.scheduler.batch import Batch, SampledTokens
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.hardware.decision import TrialTimes
 from app.hardware.step_times import StepTimes, StepTimeTable
 from app.messages import Generate, SamplingParams, TokensReady
-from app.metrics.stats import EngineSnapshot
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import EngineSnapshot, StepTimeModel
 from app.service.admission import Admission, TypicalRequest, first_token_seconds
 from hypothesis_examples import examples
 from synchronous_runner import AtOnce

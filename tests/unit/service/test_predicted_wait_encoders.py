@@ -9,7 +9,7 @@ import pytest
 from app.engine.encoder.batching import TextCapacity, TextQueue
 from app.hardware.step_times import StepTimes, StepTimeTable
 from app.messages import Encode, Text
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 from app.service.admission import TypicalRequest, first_token_seconds
 
 BUDGET = 512

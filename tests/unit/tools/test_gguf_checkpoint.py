@@ -9,8 +9,8 @@ import torch
 
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
+from app.models.decoders.decoder import RotaryEmbedding
 from app.models.decoders.rope import RopeConfig
-from app.models.decoders.rotary import RotaryEmbedding
 from app.models.decoders.shapes import tensors_of
 from app.weights.checkpoint import open_checkpoint
 from armature_bench.engine import gguf_file

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from app.backends.base import BaseBackend
 from app.errors import PlanImpossible
-from app.models.decoders.decoder import Embedding
-from app.models.decoders.rotary import RotaryEmbedding
+from app.models.decoders.decoder import Embedding, RotaryEmbedding
 from app.models.encoders.encoder import DistanceBias
 from app.weights.checkpoint import open_checkpoint
 from app.weights.load import Packing, load_model

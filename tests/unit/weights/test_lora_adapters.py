@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from app.engine.decoder.adapters import load_adapter
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.weights.checkpoint import open_checkpoint
 from app.weights.files import readable_or_invalid
 from app.weights.lora.adapter import LoraAdapter, open_adapter
-from app.weights.lora.load import load_adapter
 from tiny_adapters import PREFIX, adapter_tensors, write_adapter
 from tiny_checkpoints import write_checkpoint
 

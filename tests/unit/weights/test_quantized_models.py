@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from app.models.decoders.layers.vectors import HeadNorm, Norm
+from app.models.decoders.layers import HeadNorm, Norm
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import find_recipe, upgrade_budget
 from armature_kernels.linear.bf16_panels import HybridLinear

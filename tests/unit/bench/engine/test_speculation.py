@@ -16,7 +16,7 @@ from app.hardware.facts import Core, Cpu, Facts
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES

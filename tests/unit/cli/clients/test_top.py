@@ -15,8 +15,8 @@ from app.cli.clients import top
 from app.cli.clients.connection import ServerConnection, ServerRefused
 from app.cli.clients.top import CAUSES, LiveFigures, draw_line, format_seconds, open_figures, render, show_figures
 from app.cli.main import main
-from app.metrics.samples import parse_samples
-from app.metrics.stats import Cause
+from app.metrics.instruments import parse_samples
+from app.metrics.steps import Cause
 from scripted_http import ScriptedServer, running
 
 METRICS = """\

@@ -13,10 +13,9 @@ import torch
 from app.backends import selection
 from app.engine.calibration import measure as measuring
 from app.engine.calibration import measure as peaks
-from app.engine.calibration.measure import measure_machine
-from app.engine.calibration.session import CalibrationSubject, DeviceTrialStage, device_text_runner
-from app.engine.calibration.stages import FULL_TRIAL, TrialScope, TrialStep
-from app.engine.calibration.trials import CONTEXT_ROWS, DecoderTrial, EncoderTrial
+from app.engine.calibration.measure import CalibrationSubject, DeviceTrialStage, device_text_runner, measure_machine
+from app.engine.calibration.synthetic_weights import TrialScope
+from app.engine.calibration.trials import CONTEXT_ROWS, FULL_TRIAL, DecoderTrial, EncoderTrial, TrialStep
 from app.hardware.facts import CudaDevice, TorchBuild
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe

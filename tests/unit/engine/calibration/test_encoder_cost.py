@@ -11,8 +11,8 @@ import torch
 
 from app.backends.selection import select_host_backend
 from app.engine.build import BuildRequest
-from app.engine.calibration import encoder_cost
-from app.engine.calibration.encoder_cost import WORDS, measure_encoder_cost, sample_texts
+from app.engine.calibration import streaming
+from app.engine.calibration.streaming import WORDS, measure_encoder_cost, sample_texts
 from app.engine.encoder.build import build_encoder_engine
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.precision import describe_cost
@@ -84,7 +84,7 @@ def test_without_a_tokenizer_or_with_vectors_that_are_no_numbers_nothing_is_know
         return ExactLinear([torch.zeros(linear.out_features, linear.in_features)], None)
 
     with monkeypatch.context() as patch:
-        patch.setattr(encoder_cost, "_vectors", lambda model, texts: torch.full((2, 8), torch.nan))
+        patch.setattr(streaming, "_vectors", lambda model, texts: torch.full((2, 8), torch.nan))
         assert measure_encoder_cost(checkpoint, plan, model, stored) is None
     (checkpoint.directory / "tokenizer.json").unlink()
     assert measure_encoder_cost(checkpoint, plan, model, stored) is None

@@ -10,10 +10,15 @@ import pytest
 import torch
 
 from app.backends.selection import select_backend
-from app.engine.calibration.measure import measure_machine
-from app.engine.calibration.session import CalibrationSubject
-from app.engine.calibration.stages import COARSE_TRIAL, FULL_TRIAL, TrialScope, TrialStep
-from app.engine.calibration.trials import EncoderTrial, truncated_encoder_config
+from app.engine.calibration.measure import CalibrationSubject, measure_machine
+from app.engine.calibration.trials import (
+    COARSE_TRIAL,
+    FULL_TRIAL,
+    EncoderTrial,
+    TrialScope,
+    TrialStep,
+    truncated_encoder_config,
+)
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.settings import Settings

@@ -10,7 +10,7 @@ import pytest
 from app.engine.calibration import idle
 from app.engine.calibration.idle import IdleMeasurement, IdleSubject
 from app.hardware.decision import TrialTimes
-from app.metrics.stats import StepStats
+from app.metrics.steps import StepStats
 from encoder_simulation import EncoderSimulation
 from engine_simulation import Simulation
 from planned_machines import machine, plan

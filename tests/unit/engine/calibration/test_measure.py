@@ -14,11 +14,9 @@ import torch
 
 from app.backends.selection import select_backend, select_host_backend
 from app.engine.calibration import measure as measuring
-from app.engine.calibration import session
-from app.engine.calibration.measure import measure_machine
-from app.engine.calibration.session import CalibrationSubject, TrialSession
-from app.engine.calibration.stages import CpuTrialStage, TrialScope, TrialStep
-from app.engine.calibration.trials import CHUNK_TOKENS, CONTEXT_ROWS, DecoderTrial
+from app.engine.calibration.measure import CalibrationSubject, TrialSession, measure_machine
+from app.engine.calibration.synthetic_weights import TrialScope
+from app.engine.calibration.trials import CHUNK_TOKENS, CONTEXT_ROWS, CpuTrialStage, DecoderTrial, TrialStep
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
@@ -216,8 +214,7 @@ def test_few_layers_and_few_outputs_stand_for_all(tmp_path: Path, monkeypatch: p
     machine = Machine(monkeypatch, quiet)
     subject = subject_of(shallow, "fp32", "bf16")
     few_outputs = dataclasses.replace(measuring.COARSE_TRIAL, most_outputs=32)
-    for module in (measuring, session):
-        monkeypatch.setattr(module, "COARSE_TRIAL", few_outputs)
+    monkeypatch.setattr(measuring, "COARSE_TRIAL", few_outputs)
     by_precision = {trial.precision: trial for trial in measured(machine, subject).trials}
     assert by_precision["fp32"].decode_seconds[8] == pytest.approx(FIXED + 2 * (LAYER + 8 * ROW))
     outputs = (320 - 32) * 32 / (32 * 64 + 32 * 32 + 2 * 32 * 48 + 48 * 32)  # what is left out, in layers
@@ -317,7 +314,7 @@ def test_one_step_is_enough_to_drop_what_cannot_be_chosen(
         {"fp32": pytest.approx(slower * (FIXED + 8 * (LAYER + ROW)), rel=0.05)} if dropped else {}
     )
     assert len(found.trials) == (1 if dropped else 2)
-    assert not dropped or steps["fp32"] <= 2 + 2 * session.LEAST_RUNS, "what prepares each model, and its first steps"
+    assert not dropped or steps["fp32"] <= 2 + 2 * measuring.LEAST_RUNS, "what prepares each model, and its first steps"
 
 
 def test_a_cold_first_run_does_not_count_even_without_time(

@@ -12,10 +12,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from app.engine.calibration import trials
-from app.engine.calibration.measure import measure_machine
-from app.engine.calibration.session import CalibrationSubject
-from app.engine.calibration.stages import COARSE_TRIAL, FULL_TRIAL, TrialStep
-from app.engine.calibration.trials import ProgramTrial
+from app.engine.calibration.measure import CalibrationSubject, measure_machine
+from app.engine.calibration.trials import COARSE_TRIAL, FULL_TRIAL, ProgramTrial, TrialStep
 from app.engine.program import RunnableProgram, synthetic_inputs
 from app.errors import StepFailed
 from app.hardware.plan.plan import ServingPlan, make_plan

@@ -20,7 +20,7 @@ from app.hardware.probe.probe import probe
 from app.messages import Generate, SamplingParams
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 from app.models.decoders.decoder import Decoder
 from app.settings import Settings, load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint

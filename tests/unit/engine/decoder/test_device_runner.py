@@ -17,7 +17,7 @@ from app.engine.decoder.device_runner import DeviceDecoderRunner
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.scheduler.batch import NOT_FINITE, Batch, KvCopy, SampledTokens, ScheduledSpan, Sequence
-from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import EngineLimits
 from app.messages import SamplingParams
 from armature_kernels.attention.context import StepContext
 from device_engine import DelayedSimulatedDevice

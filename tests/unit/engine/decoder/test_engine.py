@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.engine.scheduler.batch import Batch, SampledTokens
-from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import EngineLimits
 from app.errors import ServiceStopping, StepFailed
 from app.messages import Event
 from engine_simulation import DeviceBroke, Simulation

@@ -9,7 +9,7 @@ import pytest
 
 from app.engine.scheduler.batch import Batch, InFlightStep, SampledTokens
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import EngineLimits
 from app.errors import ServiceStopping
 from app.messages import Abort
 from engine_simulation import DeviceBroke, Simulation, oracular, plain_completion

@@ -16,7 +16,7 @@ from app.engine.decoder import paged_kv_cache
 from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.scheduler.batch import KvCopy, ScheduledSpan, Sequence, resolve_seed
-from app.engine.scheduler.queues import EngineLimits, max_sequence_tokens
+from app.engine.scheduler.scheduler import EngineLimits, max_sequence_tokens
 from app.messages import Abort, Generate, SamplingParams
 from armature_kernels.attention.paged import PAGE_TOKENS
 from engine_simulation import EOS, Simulation, plain_beam_search, plain_completion

@@ -6,8 +6,7 @@ import pytest
 
 from app.engine.encoder.batching import BatchingDelay
 from app.hardware.step_times import StepTimeTable
-from app.metrics.stats import StepStats
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepStats, StepTimeModel
 from encoder_simulation import EncoderSimulation, encode
 
 FIXED, EACH = 0.001, 0.0001  # seconds of any step, and of a token

@@ -12,7 +12,7 @@ import pytest
 from app.engine.encoder.batching import BatchingDelay, TextSpan
 from app.engine.encoder.engine import EncoderEngine, EncoderLimits
 from app.hardware.step_times import StepTimeTable
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from encoder_simulation import FakeRunner, encode
 
 EACH, TOKENS, REQUESTS = 2e-5, 40, 600  # seconds of a token, tokens of a request

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.sampling.masks import TokenMasks
 from app.engine.sampling.rows import apply_penalties, filtered_probabilities, multinomial, uniform_number
-from app.engine.sampling.sampler import Sampler, top_logits_request
+from app.engine.sampling.sampler import Sampler, TokenMasks, top_logits_request
 from app.engine.scheduler.batch import NOT_SAMPLED, SampledTokens, ScheduledSpan, Sequence
 from app.messages import SamplingParams
 from sequences import rows_of

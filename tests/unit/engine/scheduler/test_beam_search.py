@@ -8,7 +8,7 @@ import pytest
 
 from app.engine.scheduler.batch import SampledTokens, Sequence
 from app.engine.scheduler.beam_search import BeamGroup
-from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import EngineLimits
 from app.messages import Abort, SamplingParams
 from engine_simulation import EOS, Simulation, fingerprints, log_probabilities, plain_beam_search
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import EngineLimits
 from app.engine.scheduler.speculation import Speculation
 from app.errors import InvalidRequest, StepFailed
 from app.messages import Generate, GrammarSource, SamplingParams

@@ -17,8 +17,7 @@ from app.hardware.step_times import (
     StepTimes,
     StepTimeTable,
 )
-from app.metrics.stats import StepStats
-from app.metrics.step_time_model import FIRST_PREFILL_TOKENS, StepTimeModel
+from app.metrics.steps import FIRST_PREFILL_TOKENS, StepStats, StepTimeModel
 
 DECODE_SECONDS = 0.020
 TOKEN_SECONDS = 0.0005

@@ -8,7 +8,7 @@ import pytest
 
 from app.engine.scheduler.batch import Sequence
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import EngineLimits
 from app.messages import Abort
 from engine_simulation import Simulation, plain_completion
 from hypothesis_examples import examples

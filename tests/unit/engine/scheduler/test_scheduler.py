@@ -6,10 +6,10 @@ import pytest
 
 from app.engine.scheduler.batch import Batch, resolve_seed
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import EngineLimits
 from app.errors import ContextLengthExceeded, InvalidRequest, StepFailed
 from app.messages import Abort, TokensReady
-from app.metrics.stats import StepStats
+from app.metrics.steps import StepStats
 from engine_simulation import EOS, Simulation, drawn, fingerprints, plain_completion
 
 

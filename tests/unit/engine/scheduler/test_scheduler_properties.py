@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from app.engine.scheduler.batch import resolve_seed
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits, max_sequence_tokens
+from app.engine.scheduler.scheduler import EngineLimits, max_sequence_tokens
 from app.messages import Abort, Generate, SamplingParams
 from engine_simulation import EOS, Simulation, plain_beams, plain_completion, plain_scores
 from hypothesis_examples import examples

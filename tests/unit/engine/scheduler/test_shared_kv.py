@@ -19,8 +19,7 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, InFlightStep, KvCopy
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec, StepContext

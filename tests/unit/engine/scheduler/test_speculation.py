@@ -8,12 +8,11 @@ from collections.abc import Sequence as Items
 import pytest
 
 from app.engine.scheduler.batch import ScheduledSpan, Sequence
-from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import EngineLimits
 from app.engine.scheduler.speculation import MAX_PAUSE_STEPS, MAX_SPECULATIVE_ROWS, Speculation
 from app.hardware.step_times import StepTimeTable
 from app.messages import SamplingParams
-from app.metrics.stats import StepStats
-from app.metrics.step_time_model import DEFAULT_STEP_TIMES, FORGOTTEN_AFTER, StepTimeModel
+from app.metrics.steps import DEFAULT_STEP_TIMES, FORGOTTEN_AFTER, StepStats, StepTimeModel
 from engine_simulation import FreeRows, Oracle, Simulation, drawn, fingerprints
 
 COSTLY = StepTimeTable(((1, 1.0), (64, 64.0)), ((1, 1.0),))  # each row takes as long as the first

@@ -8,7 +8,7 @@ import pytest
 
 from app.engine.scheduler.batch import Batch, ScheduledSpan, make_sequence
 from app.engine.scheduler.policy import TokenBudget
-from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import EngineLimits
 from app.errors import StepFailed
 from app.messages import Generate, SamplingParams
 from engine_simulation import MemoryWanting, Simulation, plain_beam_search, plain_completion

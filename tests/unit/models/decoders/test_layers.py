@@ -11,8 +11,7 @@ from torch import Tensor
 
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import Placement
-from app.models.decoders.layers.layer import DecoderLayer
-from app.models.decoders.layers.vectors import HeadNorm, Norm
+from app.models.decoders.layers import DecoderLayer, HeadNorm, Norm
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.linear.activations import Activations, QuantizedActivations

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from app.models.decoders.decoder import LayerRopeAngles, RotaryEmbedding
 from app.models.decoders.rope import RopeConfig
-from app.models.decoders.rotary import LayerRopeAngles, RotaryEmbedding
 from armature_kernels.elementwise.rope import apply_rope_torch as turn
 
 CPU = torch.device("cpu")

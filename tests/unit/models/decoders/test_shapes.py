@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import Embedding
-from app.models.decoders.layers.vectors import AlibiSlopes, Filters, HeadNorm, Norm, StoredVector
+from app.models.decoders.decoder import Embedding, build_decoder_model
+from app.models.decoders.layers import AlibiSlopes, Filters, HeadNorm, Norm, StoredVector
 from app.models.decoders.shapes import norm_elements, tensors_of
-from app.models.registry import build_decoder_model
 from armature_kernels.linear.linear import Linear
 from tiny_checkpoints import ARCHITECTURES, OTHERS, config_values
 

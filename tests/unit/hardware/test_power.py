@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.hardware import power_meters, power_sources
+from app.hardware import power
 from app.hardware.facts import CudaDevice, PowerCounter, PowerMeter
-from app.hardware.power_meters import (
+from app.hardware.power import (
     CounterMeter,
     ModelledMeter,
     PowermetricsMeter,
@@ -53,7 +53,7 @@ def put(root: Path, values: Mapping[str, int | str]) -> None:
 
 def test_a_recorded_counter_that_passes_its_end(tmp_path: Path) -> None:
     write_tree(read_tree("threadripper", COUNTERS), tmp_path)
-    found, clock = power_sources.find_power_meter(HostFiles(tmp_path)), Clock()
+    found, clock = power.find_power_meter(HostFiles(tmp_path)), Clock()
     meter = CounterMeter("rapl", found.counters, HostFiles(tmp_path), clock)
     assert meter.joules() == 0.0
     clock.seconds += 300
@@ -144,7 +144,7 @@ def test_between_readings_power_stays_what_it_was_and_joules_never_fall() -> Non
 
 
 def test_sensors_are_read_by_a_thread_until_they_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(power_meters, "SAMPLE_SECONDS", 0.001)
+    monkeypatch.setattr(power, "SAMPLE_SECONDS", 0.001)
     put(tmp_path, {"a": 60_000_000, "b": 40_000_000})
     told, read = [], threading.Event()
 
@@ -154,8 +154,8 @@ def test_sensors_are_read_by_a_thread_until_they_are_closed(tmp_path: Path, monk
             read.set()
         return told[-1]
 
-    real = power_meters._sum_of_watts
-    monkeypatch.setattr(power_meters, "_sum_of_watts", watts)
+    real = power._sum_of_watts
+    monkeypatch.setattr(power, "_sum_of_watts", watts)
     sensors = PowerMeter("hwmon", (PowerCounter("a", "/a", "power"), PowerCounter("b", "/b", "power")))
     meter = open_energy_meter(sensors, HostFiles(tmp_path), None, lambda: 0.0)
     assert isinstance(meter, SampledMeter) and read.wait(30)
@@ -168,7 +168,7 @@ def test_sensors_are_read_by_a_thread_until_they_are_closed(tmp_path: Path, monk
 def test_a_part_of_a_sum_is_not_taken_for_all_of_it(tmp_path: Path) -> None:
     put(tmp_path, {"a": 60_000_000})
     sensors = (PowerCounter("a", "/a", "power"), PowerCounter("b", "/b", "power"))
-    assert power_meters._sum_of_watts(sensors, HostFiles(tmp_path)) is None
+    assert power._sum_of_watts(sensors, HostFiles(tmp_path)) is None
 
 
 def test_declared_watts_count_while_steps_run() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from app.hardware.decision import TrialTimes
 from app.hardware.step_times import StepTimeTable
-from app.metrics.stats import StepKind, StepStats
-from app.metrics.step_time_model import FACTOR_LIMITS, MIN_WINDOW_STEPS, StepTimeModel
+from app.metrics.steps import FACTOR_LIMITS, MIN_WINDOW_STEPS, StepKind, StepStats, StepTimeModel
 from encoder_simulation import EncoderSimulation, encode
 from engine_simulation import Simulation
 

@@ -1,0 +1,645 @@
+"""Layers of a decoder, described by the values of its `ModelConfig`: attention, MLP, and norms around them.
+
+A layer of a model with several hidden states for each token (AltUp) reads and writes one row of *states* for each token,
+FP32: its streams one after the other, then what each layer reads of the token (per-layer inputs).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.layer_config import (
+    AltUpConfig,
+    ConvolutionConfig,
+    ExpertsConfig,
+    HeadNormConfig,
+    LatentConfig,
+    NormConfig,
+)
+from app.models.decoders.shapes import Product, mixer_products, up_sources
+from armature_kernels.attention.attention import QkvHeads, RopeAngles
+from armature_kernels.attention.context import Attend, AttentionSpec
+from armature_kernels.attention.convolution import convolved_rows
+from armature_kernels.elementwise.activations import convert_rows, xielu
+from armature_kernels.elementwise.altup import Correction, StreamMix, correct_streams, match_rows, predict_streams
+from armature_kernels.elementwise.latent import latent_heads
+from armature_kernels.elementwise.norms import (
+    add_rms_norm,
+    contiguous,
+    copy_rows,
+    empty_rows,
+    gate,
+    gate_with,
+    gather,
+    layer_norm,
+    layer_norm_in_place,
+    rms_norm,
+)
+from armature_kernels.elementwise.routing import route
+from armature_kernels.elementwise.routing_rule import Routing
+from armature_kernels.linear.activations import Activations, RowGroups, quantize, unquantized
+from armature_kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
+from armature_kernels.linear.linear import Linear, LinearForm
+
+_GATE = Routing(1, 1, "sigmoid", renormalize=False)
+_MAGNITUDE_FLOOR = 1e-5  # the least mean square of a row that gets the magnitude of another
+_ROOT_HALF = math.sqrt(0.5)
+
+
+class Norm(nn.Module):
+    """An RMSNorm or a LayerNorm in FP32, times `gain`, in `dtype` or the input format of the product it `feeds`."""
+
+    def __init__(
+        self,
+        source: str,
+        size: int,
+        norm: NormConfig,
+        dtype: torch.dtype = torch.float32,
+        feeds: Linear | None = None,
+        gain: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.source, self.norm, self.dtype, self.feeds, self.gain = source, norm, dtype, feeds, gain
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if norm.has_bias else None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of its stored tensors, in the order in which `set_weight` takes them."""
+        return ("weight",) * self.norm.has_weight + ("bias",) * self.norm.has_bias
+
+    def set_weight(self, *tensors: Tensor) -> None:
+        wide = {kind: tensor.to(torch.float32, copy=True) for kind, tensor in zip(self.kinds, tensors, strict=True)}
+        self.weight = nn.Parameter((wide["weight"] + self.norm.offset) * self.gain, requires_grad=False)
+        if self.bias is not None:
+            self.bias = nn.Parameter(wide["bias"] * self.gain, requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        self.weight = nn.Parameter(
+            torch.full(self.weight.shape, weight * self.gain, device=device), requires_grad=False
+        )
+        if self.bias is not None:
+            self.bias = nn.Parameter(torch.zeros(self.bias.shape, device=device), requires_grad=False)
+
+    def divide_weight(self, factors: Tensor) -> None:
+        """Divide the weight by the smooth scales of the product that it feeds (armature_kernels/linear/smoothing.py)."""
+        self.weight.div_(factors)
+        if self.bias is not None:
+            self.bias.div_(factors)
+
+    def forward(self, x: Tensor) -> Activations:
+        """Return the norm of x [tokens, size]; without `feeds`, x may have more dimensions."""
+        group = None if self.feeds is None else self.feeds.activation_group(x.shape[0])
+        if self.norm.kind == "layer":
+            return layer_norm(x, (self.weight, self.bias, self.norm.eps), self.dtype, group)
+        return rms_norm(x, self.weight, self.norm.eps, self.dtype, group)
+
+    def overwrite(self, hidden: Tensor) -> None:
+        """Overwrite hidden [tokens, size] FP32 by its norm. Only a LayerNorm can do that."""
+        assert self.norm.kind == "layer", "no family has an RMSNorm after its embeddings"
+        layer_norm_in_place(hidden, (self.weight, self.bias, self.norm.eps))
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        """Add the norm of x [tokens, size] to hidden [tokens, size] FP32. Only an RMSNorm can do that."""
+        assert self.norm.kind == "rms", "no family has a LayerNorm after a branch"
+        add_rms_norm(hidden, x, self.weight, self.norm.eps)
+
+
+class HeadNorm(nn.Module):
+    """The weights of the norm of queries or keys, FP32; `QkvHeads` says how they are applied."""
+
+    def __init__(self, source: str, norm: HeadNormConfig, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.source, self.norm, self.kinds = source, norm, ("weight",)
+        self.weight = nn.Parameter(torch.empty(norm.num_weights(heads, head_dim)), requires_grad=False)
+
+    def set_weight(self, tensor: Tensor) -> None:
+        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True) + self.norm.offset, requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
+
+
+class StoredVector(nn.Module):
+    """A stored vector of a layer, or a small matrix, in FP32. Without a `kind` it is not stored and its elements are 1."""
+
+    kinds: tuple[str, ...]
+
+    def __init__(self, source: str, kind: str, *shape: int) -> None:
+        super().__init__()
+        self.source, self.kinds = source, (kind,) if kind else ()
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
+
+    def set_weight(self, tensor: Tensor) -> None:
+        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
+
+
+class AlibiSlopes(StoredVector):
+    """The slopes of ALiBi, FP32 [heads], which no checkpoint stores."""
+
+    def __init__(self, slopes: Sequence[float]) -> None:
+        super().__init__("", "", len(slopes))
+        self.slopes = tuple(slopes)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        self.weight = nn.Parameter(torch.tensor(self.slopes, device=device or "cpu"), requires_grad=False)
+
+
+class Filters(nn.Module):
+    """The filters of a short convolution, FP32 [width, channels]."""
+
+    kinds = ("weight",)
+
+    def __init__(self, source: str, width: int, channels: int) -> None:
+        super().__init__()
+        self.source = source
+        self.weight = nn.Parameter(torch.empty(width, channels), requires_grad=False)
+
+    def set_weight(self, tensor: Tensor) -> None:
+        """Set the filters from the stored ones [channels, 1, width]."""
+        self.weight = nn.Parameter(tensor.float().squeeze(1).T.contiguous(), requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
+
+
+class Xielu(nn.Module):
+    """The activation xIELU with the two trained factors of a layer."""
+
+    kinds = ("alpha_p", "alpha_n")
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.positive, self.negative = 0.8, 0.8
+
+    def set_weight(self, positive: Tensor, negative: Tensor) -> None:
+        """Set the factors from the stored logarithms [1]."""
+        self.positive = float(F.softplus(positive.float()))
+        self.negative = 0.5 + float(F.softplus(negative.float()))
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        self.positive = self.negative = weight
+
+    def forward(self, x: Tensor, group: RowGroups | None) -> Activations:
+        return xielu(x, self.positive, self.negative, group)
+
+
+def linear_of(product: Product, layer: int) -> Linear:
+    sources = tuple(f"model.layers.{layer}.{name}" for name in product.sources)
+    return Linear(sources, product.inputs, sum(product.rows), product.bias, product.rows)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: one product for queries, keys and values, then `attend`, which also applies RoPE.
+
+    A layer that reads keys and values of another one has queries alone. The layer calls the product `out`, since it
+    knows for which tokens the result is needed and where it is added.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        at = f"model.layers.{layer}"
+        self.layer, self.head_dim, self.norm = config.cache_layer(layer), config.head_dim, config.head_norm
+        writes = layer < config.cache_layers
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads if writes else 0
+        self.qkv, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
+        self.query_norm, self.key_norm = (
+            None
+            if config.head_norm is None or not heads
+            else HeadNorm(f"{at}.self_attn.{name}_norm", config.head_norm, heads, config.head_dim)
+            for name, heads in (("q", self.num_heads), ("k", self.num_kv_heads))
+        )
+        has_norm = writes and config.head_norm is not None and config.head_norm.values
+        self.value_norm = StoredVector("", "", config.head_dim) if has_norm else None  # all weights are 1
+        self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
+        self.sinks = StoredVector(f"{at}.self_attn", "sinks", config.num_heads) if config.has_sinks else None
+        self.slopes = AlibiSlopes(config.alibi_slopes) if config.alibi_slopes else None
+
+    @property
+    def first(self) -> Linear:
+        """The product that reads the input of attention; the norm before it writes what it reads."""
+        return self.qkv
+
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
+        """Map x [tokens, hidden] to the attention output [tokens, heads * head_dim]."""
+        spec = self.spec
+        if self.sinks is not None or self.slopes is not None:
+            sinks, slopes = (None if one is None else one.weight for one in (self.sinks, self.slopes))
+            spec = replace(spec, sinks=sinks, slopes=slopes)
+        return attend(self.layer, self._heads(self.qkv(x), angles), spec)
+
+    def _heads(self, product: Tensor, angles: RopeAngles | None) -> QkvHeads:
+        sizes = (product, self.num_heads, self.num_kv_heads, self.head_dim)
+        if self.norm is None or self.query_norm is None:
+            return QkvHeads(*sizes, angles=angles)
+        return QkvHeads(
+            *sizes,
+            self.query_norm.weight,
+            None if self.key_norm is None else self.key_norm.weight,
+            self.norm.eps,
+            angles,
+            subtracts_mean=self.norm.kind == "layer",
+            together=self.norm.scope == "together",
+            norm_after_rope=self.norm.after_rope,
+            value_norm=None if self.value_norm is None else self.value_norm.weight,
+        )
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: queries, keys and values come from short rows.
+
+    The cache has the keys and values of all heads, values padded to the size of keys.
+    """
+
+    def __init__(self, config: ModelConfig, latent: LatentConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        at = f"model.layers.{layer}.self_attn"
+        self.layer, self.latent, self.heads = layer, latent, latent.heads
+        linears = [linear_of(product, layer) for product in mixer_products(config, layer)]
+        self.first, self.others, self.out = linears[0], linears[-2], linears[-1]
+        self.queries, self.query_norm, norm = None, None, NormConfig(eps=latent.eps)
+        if latent.query_rank is not None:
+            self.queries = linears[1]
+            self.query_norm = Norm(f"{at}.q_a_layernorm", latent.query_rank, norm, dtype, self.queries)
+        self.norm = Norm(f"{at}.kv_a_layernorm", latent.rank, norm, dtype, self.others)
+        self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
+
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
+        """Map x [tokens, hidden] to the attention output [tokens, heads * value]."""
+        sizes, rows = self.heads, self.first(x)
+        first = rows.shape[1] - self.latent.rank - sizes.rotated
+        queries, row, rotated = rows.tensor_split((first, rows.shape[1] - sizes.rotated), 1)
+        if self.queries is not None and self.query_norm is not None:
+            queries = self.queries(self.query_norm(queries))
+        product = latent_heads(queries, self.others(self.norm(row)), rotated, sizes)
+        heads = QkvHeads(product, sizes.heads, sizes.heads, sizes.size, angles=angles)
+        mixed = attend(self.layer, heads, self.spec).view(-1, sizes.size)
+        return contiguous(mixed[:, : sizes.value]).view(len(rows), sizes.heads * sizes.value)
+
+
+class ShortConvolution(nn.Module):
+    """A convolution over the last positions of each channel, with two gates: out((conv(a * c)) * b), (a, b, c) = in x.
+
+    Its inputs are in the cache, so `attend` computes it.
+    """
+
+    def __init__(self, config: ModelConfig, convolution: ConvolutionConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.heads = layer, config.head_dim, config.cache_heads
+        self.first, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
+        self.filters = Filters(f"model.layers.{layer}.conv.conv", convolution.width, config.hidden_size)
+
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
+        """Map x [tokens, hidden] to [tokens, hidden]; there are no positions."""
+        product = convolved_rows(self.first(x))
+        blocks = product.shape[1] // (2 * self.head_dim)
+        return attend(
+            self.layer,
+            QkvHeads(product, blocks, blocks // 2, self.head_dim),
+            AttentionSpec(1.0, filters=self.filters.weight),
+        )
+
+
+class DecoderMLP(nn.Module):
+    """down(act(gate x) * up x), gate and up in one product, or down(act(up x)); deviations make most gates 0."""
+
+    def __init__(self, config: ModelConfig, layer: int, name: str = "mlp", inner: int | None = None) -> None:
+        super().__init__()
+        at = f"model.layers.{layer}"
+        inner = inner or config.inner_size(layer)
+        sources = tuple(f"{at}.{source}" for source in up_sources(config, name))
+        self.is_gated, self.activation = config.is_gated, config.activation
+        self.deviations = config.gate_deviations[layer] if config.gate_deviations else None
+        self.gate_up = Linear(sources, config.hidden_size, (2 if self.is_gated else 1) * inner, config.mlp_bias)
+        self.xielu = Xielu(f"{at}.mlp.act_fn") if config.activation == "xielu" else None
+        self.down = Linear((f"{at}.{name}.down_proj",), inner, config.hidden_size, config.mlp_bias)
+
+    @property
+    def first(self) -> Linear:
+        """The product that reads the input of the MLP; the norm before it writes what it reads."""
+        return self.gate_up
+
+    def forward(self, x: Activations) -> Tensor:
+        result: Tensor = self.down(self._activated(x))
+        return result
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        self.down.add_to(hidden, self._activated(x))
+
+    def _activated(self, x: Activations) -> Activations:
+        if self.xielu is not None:
+            product = self.gate_up(x)
+            result: Activations = self.xielu(product, self.down.activation_group(product.shape[0]))
+            return result
+        if not self.is_gated:
+            return self.gate_up.multiply_activated(x, self.activation, self.down)
+        gate_up = self.gate_up(x)
+        return gate(gate_up, self.activation, self.down.activation_group(gate_up.shape[0]), self.deviations)
+
+
+class MixtureOfExperts(nn.Module):
+    """The sum of the experts that the router selects for each token, times their weights, and of a shared expert.
+
+    A shared expert with a gate is a mixture of one expert, whose weight is the sigmoid of the gate.
+    """
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, layer: int) -> None:
+        super().__init__()
+        at, routing = f"model.layers.{layer}.mlp", experts.routing
+        self.routing, self.activation = routing, config.activation
+        sources = (f"{at}.gate", *((f"{at}.shared_expert_gate",) if experts.shared_gate else ()))
+        rows = (routing.num_experts, 1)[: len(sources)]
+        self.router = Linear(sources, config.hidden_size, sum(rows), experts.router_bias, rows)
+        self.experts = nn.ModuleList(
+            DecoderMLP(config, layer, f"mlp.experts.{number}", experts.size) for number in range(routing.num_experts)
+        )
+        self.shared = (
+            DecoderMLP(config, layer, "mlp.shared_expert", experts.shared_size) if experts.shared_size else None
+        )
+        self.has_shared_gate = experts.shared_gate
+        self.bias = (
+            StoredVector(f"{at}.gate", "e_score_correction_bias", routing.num_experts)
+            if experts.selection_bias
+            else None
+        )
+        self._stacks: dict[str, tuple[tuple[LinearForm, ...], ExpertStack | None]] = {}
+
+    @property
+    def first(self) -> Linear:
+        """The product that reads the input of the MLP; the experts read the same."""
+        return self.router
+
+    def forward(self, x: Activations) -> Tensor:
+        """Map x [tokens, hidden] to [tokens, hidden] FP32."""
+        result = torch.zeros(len(unquantized(x)), self.router.in_features)
+        self.add_to(result, x)
+        return result
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        rows, number = unquantized(x), self.routing.num_experts
+        logits = self.router.multiply_wide(rows)
+        ids, weights = route(logits, self.routing, None if self.bias is None else self.bias.weight)
+        self._run("experts", self.experts, hidden, rows, ids, weights)
+        if self.shared is not None and self.has_shared_gate:
+            ids, weights = route(logits[:, number:], _GATE)
+            self._run("shared", (self.shared,), hidden, rows, ids, weights)
+        elif self.shared is not None:
+            self.shared.add_to(hidden, rows)
+
+    def _run(
+        self, name: str, experts: Iterable[nn.Module], hidden: Tensor, rows: Tensor, ids: Tensor, weights: Tensor
+    ) -> None:
+        forms = [ExpertForms(one.gate_up.form, one.down.form) for one in experts if isinstance(one, DecoderMLP)]
+        known = tuple(form for one in forms for form in one)
+        if name not in self._stacks or self._stacks[name][0] != known:  # forms change while weights are packed
+            self._stacks[name] = (known, ExpertStack.of(forms))
+        stack = self._stacks[name][1]
+        if stack is not None:
+            stack.add_to(hidden, rows, ids, weights, self.activation)
+        else:
+            run_experts_torch(forms, hidden, rows, ids, weights, self.activation)
+
+
+def attention_of(config: ModelConfig, layer: int, dtype: torch.dtype) -> Attention | LatentAttention | ShortConvolution:
+    if config.convolution is not None and config.has_convolution(layer):
+        return ShortConvolution(config, config.convolution, layer)
+    if config.latent is None:
+        return Attention(config, layer, dtype)
+    return LatentAttention(config, config.latent, layer, dtype)
+
+
+def mlp_of(config: ModelConfig, layer: int) -> DecoderMLP | MixtureOfExperts:
+    if config.experts is None or not config.has_experts(layer):
+        return DecoderMLP(config, layer)
+    return MixtureOfExperts(config, config.experts, layer)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP with the norms of the config's `placement` (layer_config.py)."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        at, size, norm = f"model.layers.{layer}", config.hidden_size, config.norm
+        self.placement, self.dtype = config.placement, dtype
+        self.attention, self.mlp = attention_of(config, layer, dtype), mlp_of(config, layer)
+        self.attention_norm = self.mlp_norm = self.mixed_norm = self.gated_norm = None
+        if config.placement != "post":
+            before_mlp = {"sandwich": "pre_feedforward_layernorm"}.get(config.placement, "post_attention_layernorm")
+            before_mlp = "input_layernorm" if config.shares_norm else before_mlp
+            self.attention_norm = Norm(f"{at}.input_layernorm", size, norm, dtype, self.attention.first)
+            self.mlp_norm = Norm(f"{at}.{before_mlp}", size, norm, dtype, self.mlp.first)
+        if config.placement in ("post", "sandwich"):
+            self.mixed_norm = Norm(f"{at}.post_attention_layernorm", size, norm)
+            self.gated_norm = Norm(f"{at}.post_feedforward_layernorm", size, norm)
+
+    def forward(self, hidden: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
+        """Run the layer on hidden [tokens, hidden], overwritten; `rows` are needed after it (None: all)."""
+        mixed = self.attention(self._input(hidden, self.attention_norm, self.attention.first), angles, attend)
+        if rows is not None:
+            hidden, mixed = gather(hidden, rows), gather(mixed, rows)
+        parallel = self._input(hidden, self.mlp_norm, self.mlp.first) if self.placement == "parallel" else None
+        if self.mixed_norm is None:
+            self.attention.out.add_to(hidden, mixed)
+        else:
+            self.mixed_norm.add_to(hidden, self.attention.out(mixed))
+        x = self._input(hidden, self.mlp_norm, self.mlp.first) if parallel is None else parallel
+        if self.gated_norm is None:
+            self.mlp.add_to(hidden, x)
+        else:
+            self.gated_norm.add_to(hidden, self.mlp(x))
+        return hidden
+
+    def _input(self, hidden: Tensor, norm: Norm | None, product: Linear) -> Activations:
+        if norm is None:
+            return convert_rows(hidden, self.dtype, product.activation_group(hidden.shape[0]))
+        result: Activations = norm(hidden)
+        return result
+
+
+def _scaled(norm: NormConfig, factor: float) -> NormConfig:
+    """Return the norm of x as a norm of factor · x."""
+    return replace(norm, eps=norm.eps * factor**2)
+
+
+class StreamMatrix(StoredVector):
+    """A matrix from which the factors between streams follow."""
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set all elements to 0: with any other value streams could grow from layer to layer without bound."""
+        super().fill(0.0, device)
+
+
+class StreamMixer(nn.Module):
+    """Predicts the streams that a layer finds, and corrects them by its result, sqrt(2) times the first stream."""
+
+    def __init__(self, config: ModelConfig, altup: AltUpConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        at, size, streams = f"model.layers.{layer}.altup", config.hidden_size, altup.num_streams
+        self.size, self.dtype = size, dtype
+        self.router = Linear((f"{at}.modality_router",), size, streams)
+        self.before, self.after = (
+            Norm(f"{at}.router_norm", size, _scaled(config.norm, factor), dtype, gain=1 / size)
+            for factor in (1.0, 1 / _ROOT_HALF)
+        )
+        self.predictions = StreamMatrix(f"{at}.prediction_coefs", "weight", streams**2, streams)
+        self.corrections = StreamMatrix(f"{at}.correction_coefs", "weight", streams, streams)
+        self.factors = StoredVector(at, "correct_output_scale", size)
+
+    def predict(self, states: Tensor) -> None:
+        predict_streams(states, self._mix(self.before, states[:, : self.size], self.predictions))
+
+    def correct(self, states: Tensor, activated: Tensor, feeds: Linear) -> Activations:
+        """Correct the streams by activated [tokens, size], and return the scaled first one as the input of a product."""
+        mix = self._mix(self.after, activated, self.corrections)
+        correction = Correction(activated, _ROOT_HALF, self.factors.weight)
+        return correct_streams(states, mix, correction, self.dtype, feeds.activation_group(len(states)))
+
+    def _mix(self, norm: Norm, x: Tensor, weights: StoredVector) -> StreamMix:
+        rows = norm(x)
+        assert isinstance(rows, Tensor), "a norm that feeds no product returns a tensor"
+        return StreamMix(self.router.multiply_wide(rows), weights.weight, self.size)
+
+
+class LowRankBranch(nn.Module):
+    """The branch beside attention (LAuReL, arXiv 2411.07501): x + norm(right left x), x being the norm of the stream."""
+
+    def __init__(self, config: ModelConfig, altup: AltUpConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        at, size, norm = f"model.layers.{layer}", config.hidden_size, config.norm
+        self.left = Linear((f"{at}.laurel.linear_left",), size, altup.laurel_rank)
+        self.right = Linear((f"{at}.laurel.linear_right",), altup.laurel_rank, size)
+        self.norm = Norm(f"{at}.input_layernorm", size, norm, dtype, self.left)
+        self.plain_norm = Norm(f"{at}.input_layernorm", size, norm)  # the other may be divided by smooth scales
+        self.last_norm = Norm(f"{at}.laurel.post_laurel_norm", size, norm)
+
+    def add_to(self, stream: Tensor) -> None:
+        """Add the branch of stream [tokens, size] to it."""
+        left = self.left(self.norm(stream))
+        group = self.right.activation_group(len(left))
+        right = self.right(left if group is None else quantize(left, group))
+        self.plain_norm.add_to(stream, stream)
+        self.last_norm.add_to(stream, right)
+
+
+class LayerInput(nn.Module):
+    """What a layer reads of its own for each token: gated by the first stream, it is added to the other streams."""
+
+    def __init__(self, config: ModelConfig, altup: AltUpConfig, layer: int) -> None:
+        super().__init__()
+        at, size = f"model.layers.{layer}", config.hidden_size
+        self.size, self.activation = size, config.activation
+        self.streams = range(1, altup.num_streams)
+        self.begin = altup.num_streams * size + layer * altup.input_size
+        self.end = self.begin + altup.input_size
+        self.gate = Linear((f"{at}.per_layer_input_gate",), size, altup.input_size)
+        self.projection = Linear((f"{at}.per_layer_projection",), altup.input_size, size)
+        self.norm = Norm(f"{at}.post_per_layer_input_norm", size, config.norm)
+
+    def add_to(self, states: Tensor, first: Activations) -> None:
+        """Add the input to the streams after the first; `first` is that one as the gate reads it."""
+        own, group = states[:, self.begin : self.end], self.projection.activation_group(len(states))
+        product = self.projection(gate_with(self.gate(first), own, self.activation, group))
+        for stream in self.streams:
+            self.norm.add_to(states[:, stream * self.size : (stream + 1) * self.size], product)
+
+
+class AltUpLayer(nn.Module):
+    """Attention and MLP with norms around them, which read and change the first of several streams.
+
+    The sum of the stream, attention and the branch beside it is divided by sqrt(2): by what reads the sum, whose norm
+    does not change, and by the correction.
+    """
+
+    def __init__(self, config: ModelConfig, altup: AltUpConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        at, size, norm = f"model.layers.{layer}", config.hidden_size, config.norm
+        self.size = size
+        self.mixer = StreamMixer(config, altup, layer, dtype)
+        self.attention, self.mlp = Attention(config, layer, dtype), DecoderMLP(config, layer)
+        self.branch, self.input = LowRankBranch(config, altup, layer, dtype), LayerInput(config, altup, layer)
+        self.attention_norm = Norm(f"{at}.input_layernorm", size, norm, dtype, self.attention.first)
+        self.mixed_norm = Norm(f"{at}.post_attention_layernorm", size, norm)
+        doubled = _scaled(norm, 1 / _ROOT_HALF)
+        self.mlp_norm = Norm(f"{at}.pre_feedforward_layernorm", size, doubled, dtype, self.mlp.first)
+        self.gated_norm = Norm(f"{at}.post_feedforward_layernorm", size, norm, gain=1 / _ROOT_HALF)
+
+    def forward(self, states: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
+        """Run the layer on states [tokens, width], overwritten; `rows` are needed after it (None: all)."""
+        self.mixer.predict(states)
+        mixed = self.attention(self.attention_norm(states[:, : self.size]), angles, attend)
+        if rows is not None:
+            states, mixed = gather(states, rows), gather(mixed, rows)
+        stream = contiguous(states[:, : self.size])
+        self.branch.add_to(stream)
+        self.mixed_norm.add_to(stream, self.attention.out(mixed))
+        self.gated_norm.add_to(stream, self.mlp(self.mlp_norm(stream)))
+        self.input.add_to(states, self.mixer.correct(states, stream, self.input.gate))
+        return states
+
+
+class AltUpEntry(nn.Module):
+    """The states before the first layer: products of the embeddings beside them, and what each layer reads.
+
+    A layer reads the mean of a row of `table` and the norm of a product, times sqrt(2).
+    """
+
+    def __init__(self, config: ModelConfig, altup: AltUpConfig, table: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        size, width = config.hidden_size, altup.input_size
+        self.size, self.width, self.dtype, self.table = size, width, dtype, table
+        self.end = altup.num_streams * size
+        sources = tuple(f"model.altup_projections.{number}" for number in range(altup.num_streams - 1))
+        self.streams = Linear(sources, size, len(sources) * size)
+        self.inputs = Linear(("model.per_layer_model_projection",), size, config.num_layers * width)
+        # The product is divided by sqrt(size) before its norm.
+        norm = _scaled(config.norm, math.sqrt(size))
+        self.norm = Norm("model.per_layer_projection_norm", width, norm, gain=_ROOT_HALF)
+
+    def forward(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
+        """Return the states [tokens, width] of tokens with these embeddings FP32 [tokens, size]."""
+        inputs: Tensor = self.table(token_ids)
+        self.norm.add_to(inputs.view(-1, self.width), self._product(self.inputs, embedded).view(-1, self.width))
+        streams = self._product(self.streams, embedded)
+        states = empty_rows(embedded, self.end + inputs.shape[1])
+        copy_rows(states[:, : self.size], embedded)
+        for first in range(self.size, self.end, self.size):
+            part = streams[:, first - self.size : first]
+            match_rows(states[:, first : first + self.size], part, embedded, _MAGNITUDE_FLOOR)
+        copy_rows(states[:, self.end :], inputs)
+        return states
+
+    def _product(self, linear: Linear, embedded: Tensor) -> Tensor:
+        result: Tensor = linear(convert_rows(embedded, self.dtype, linear.activation_group(len(embedded))))
+        return result
+
+
+class AltUpExit(nn.Module):
+    def __init__(self, config: ModelConfig, altup: AltUpConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.size, self.dtype = config.hidden_size, dtype
+        self.streams = nn.ModuleList(
+            Linear((f"model.altup_unembed_projections.{number}",), config.hidden_size, config.hidden_size)
+            for number in range(altup.num_streams - 1)
+        )
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the sum FP32 [tokens, size] of the streams in states [tokens, width]."""
+        first = states[:, : self.size]
+        total = contiguous(first)
+        for number, linear in enumerate(self.streams, 1):
+            assert isinstance(linear, Linear), "the list holds products"
+            rows = states[:, number * self.size : (number + 1) * self.size]
+            product = linear(convert_rows(rows, self.dtype, linear.activation_group(len(rows))))
+            match_rows(total, product, first, _MAGNITUDE_FLOOR, add=True)
+        return total

@@ -1,1 +1,0 @@
-"""The layers of decoders: attention, MLP, experts, and what is around them."""
