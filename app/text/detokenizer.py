@@ -63,7 +63,7 @@ class IncrementalDetokenizer:
         if piece is not None:
             self._window.append(token_id)
             self._shown += len(piece)
-            if len(self._window) >= _WIDE_TOKENS:
+            if len(self._window) >= _MAX_WINDOW_TOKENS:
                 self._narrow(self._decoded())
             return self._stops.push(piece, is_early=is_early)
         if not self._tokenizer.has_text(token_id):

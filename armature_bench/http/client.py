@@ -49,7 +49,7 @@ class StreamTiming:
         return [later - earlier for earlier, later in pairwise(times) if since < later <= until]
 
 
-OnChunk = Callable[[int], bool]  # receives the number of events with tokens; False aborts the request
+OnChunk = Callable[[int], bool]  # receives the number of tokens so far; False aborts the request
 
 
 async def stream_request(
@@ -76,7 +76,7 @@ class _StreamReader:
         self._events = SseParser()
         self._chunks: list[tuple[float, int]] = []
         self._usage: TokenUsage | None = None
-        self._num_events = 0
+        self._num_seen = 0  # tokens
         self._left = False
 
     def take(self, part: bytes, moment: float) -> bool:
@@ -91,12 +91,12 @@ class _StreamReader:
         self._usage = parse_usage(event) or self._usage
         if not num_tokens:
             return True
-        self._num_events += 1
+        self._num_seen += num_tokens
         if self._chunks and self._chunks[-1][0] == moment:  # several events from one step
             self._chunks[-1] = (moment, self._chunks[-1][1] + num_tokens)
         else:
             self._chunks.append((moment, num_tokens))
-        return self._on_chunk is None or self._on_chunk(self._num_events)
+        return self._on_chunk is None or self._on_chunk(self._num_seen)
 
     def stream(self, started: float) -> StreamTiming:
         if not self._chunks:
@@ -155,9 +155,9 @@ class ArmatureClient:
         """
         went_on = True
 
-        def noted(num_chunks: int) -> bool:
+        def noted(num_tokens: int) -> bool:
             nonlocal went_on
-            went_on = on_chunk is None or on_chunk(num_chunks)
+            went_on = on_chunk is None or on_chunk(num_tokens)
             return went_on
 
         stream = await stream_request(

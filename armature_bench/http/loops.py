@@ -57,7 +57,7 @@ class LoadRun(Generic[A]):
         seconds = (time.perf_counter() - self.started) / bounds.seconds if bounds.seconds and self.started else 0.0
         return min(1.0, max(requests, seconds))
 
-    def note(self, num_chunks: int) -> bool:
+    def note(self, num_tokens: int) -> bool:
         """Count one chunk that arrived, and return True to continue the stream."""
         self.num_units += 1
         return True

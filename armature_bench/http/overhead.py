@@ -21,7 +21,7 @@ from armature_bench.http.client import ArmatureClient, concurrent_tasks
 
 NUM_STREAMS = 8
 PROMPT_TOKENS = 64
-WARM_UP_CHUNKS = 8
+WARM_UP_TOKENS = 8
 MAX_TOKENS = 200
 OVERHEAD_TARGET = 0.10
 NUM_FAST_STREAMS = (64, 256)
@@ -67,20 +67,18 @@ async def _one_window(client: ArmatureClient, seed: int) -> tuple[float, float]:
     warm, ending = asyncio.Event(), asyncio.Event()
     counts = [0] * NUM_STREAMS
 
-    def note(index: int) -> bool:
-        counts[index] += 1
-        if min(counts) >= WARM_UP_CHUNKS:
+    def note(index: int, num_tokens: int) -> bool:
+        counts[index] = num_tokens
+        if min(counts) >= WARM_UP_TOKENS:
             warm.set()
-        if max(counts) >= MAX_TOKENS - WARM_UP_CHUNKS:
+        if max(counts) >= MAX_TOKENS - WARM_UP_TOKENS:
             ending.set()
         return True
 
     async def stream(index: int) -> None:
-        await client.generate(prompts.prompt(PROMPT_TOKENS), MAX_TOKENS, lambda _: note(index))
+        await client.generate(prompts.prompt(PROMPT_TOKENS), MAX_TOKENS, lambda num_tokens: note(index, num_tokens))
         if not ending.is_set():
-            raise MeasurementFailed(
-                f"a stream of {MAX_TOKENS} tokens came in {counts[index]} chunks, too few to measure its rate"
-            )
+            raise MeasurementFailed(f"a stream of {MAX_TOKENS} tokens had {counts[index]}, too few to measure its rate")
 
     async with concurrent_tasks() as tasks:
         for index in range(NUM_STREAMS):
