@@ -70,7 +70,7 @@ real-formats: $(VENV)/dev.stamp ## get chat templates and tokenizers of real mod
 
 install: $(VENV)/runtime.stamp ## create .venv with the packages for serving
 venv: $(VENV)/dev.stamp ## create .venv with the packages for development
-native: $(VENV)/runtime.stamp ## make the native library if it does not fit the C sources or this processor: LEVELS=here, or all
+native: $(VENV)/runtime.stamp ## make the native library if it does not fit the C sources or this processor: LEVELS=here, usable or all
 	@$(BIN)/python -m tools.native $(LEVELS)
 
 format: $(VENV)/dev.stamp ## rewrite the code in the project's format

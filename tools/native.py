@@ -1,9 +1,10 @@
-"""Make the native library of this checkout: `python -m tools.native [here | all | LEVEL ...]`.
+"""Make the native library of this checkout: `python -m tools.native [here | usable | all | LEVEL ...]`.
 
-`here`, the default, compiles the best level of this processor alone; `all` compiles every level that the compiler
-knows. Nothing happens if armature_kernels has a library of these sources that serves the purpose: a library says what it was
-made of, and for which processors (csrc/dispatch.c). `ARMATURE_WHEELS=DIR` names a folder with wheels of a release: if
-one has the library of these sources for this machine, it is used, and nothing is compiled.
+`here`, the default, compiles the best level of this processor alone; `usable` every level that it runs; `all` every
+level that the compiler knows. Nothing happens if armature_kernels has a library of these sources that serves the
+purpose: a library says what it was made of, and for which processors (csrc/dispatch.c). `ARMATURE_WHEELS=DIR` names a
+folder with wheels of a release: if one has the library of these sources for this machine, it is used, and nothing is
+compiled.
 Only the standard library is needed, because the installation runs this beside pip.
 """
 
@@ -34,6 +35,8 @@ _LEVELS = re.compile(rb"armature levels: ([a-z0-9 ]*);")
 def main(arguments: list[str]) -> int:
     """Return 0 when the library is there, or there is no compiler; 1 after printing why it could not be made."""
     wanted = " ".join(arguments) or "here"
+    if wanted == "usable":
+        wanted = usable_levels()
     if is_current(wanted):
         return 0
     try:
@@ -94,6 +97,12 @@ def digest(sources: Path) -> str:
     names = sorted({path.relative_to(sources).as_posix() for pattern in _DIGESTED for path in sources.glob(pattern)})
     lines = [f"{hashlib.sha256((sources / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def usable_levels() -> str:
+    """Return the levels that this processor runs as the names to make; `all` if no build has asked the processor yet."""
+    levels = [level for level in processor_levels().split() if level != "portable"]  # which every library has
+    return " ".join(levels) if len(levels) > 1 else "here" if levels else "all"
 
 
 def processor_levels() -> str:

@@ -54,7 +54,7 @@ def test_continuous_integration_runs_what_a_person_would(root: Path) -> None:
         "make venv",
         "make real-model",
         "wait",
-        """exec make test-all TIER='-m "not nightly"'""",
+        """exec make test-all LEVELS=usable TIER='-m "not nightly"'""",
     ]
 
 

@@ -55,6 +55,15 @@ def test_a_library_serves_for_the_processors_that_it_was_made_for(
     assert native.is_current(wanted) == current
 
 
+@pytest.mark.parametrize(
+    ("runs", "made"),
+    [("avx512 avx2 portable", "avx512 avx2"), ("avx2 portable", "here"), ("portable", "all"), ("", "all")],
+)
+def test_usable_levels_are_what_the_processor_runs(runs: str, made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "processor_levels", lambda: runs)
+    assert native.usable_levels() == made
+
+
 @pytest.mark.parametrize("changed", ["dispatch.c", "levels/avx2.c", "new.h"])
 def test_a_library_of_other_sources_is_made_again(changed: str, kernels: Path) -> None:
     native.library_path().write_bytes(library(kernels, "all"))
