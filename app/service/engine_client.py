@@ -240,7 +240,7 @@ class TextPool:
             return sum(self._flags.values()) * self._seconds_per_byte / self._num_threads
 
     async def run(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Run `function` in a thread. If the caller is cancelled, `stop_if_cancelled` ends the work at its next step."""
+        """Run `function` in a thread. If the caller is cancelled, `stop_if_cancelled` ends the work early."""
         assert self._pool is not None, "open() starts the pool before the first request"
         flag, context = threading.Event(), copy_context()
         context.run(CANCELLED.set, flag)

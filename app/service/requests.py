@@ -231,7 +231,7 @@ class EncodingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`arrays` maps an output to its array as in `messages.ArraysReady`; `lengths` are the token counts of the texts."""
+    """`arrays` maps an output to its array as in `messages.ArraysReady`; `lengths` are each text's token count."""
 
     arrays: Mapping[str, Array]
     timings: Timings

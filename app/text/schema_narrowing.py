@@ -102,7 +102,7 @@ class _Narrowing:
             self._check_progress(part, seen)
 
     def _without_siblings(self, schema: Schema) -> Schema:
-        """Return a schema without the words beside its `$ref`, if that leads back to itself and they say nothing.
+        """Drop the words beside a `$ref`, if it leads back to itself and they say nothing.
 
         The library does not combine such a reference with other words.
         """
@@ -265,7 +265,7 @@ class _Narrowing:
         return together
 
     def names(self, schema: Schema, done: dict[str, Any]) -> list[Any]:
-        """`propertyNames`: those of the listed names that it allows, and others by its list or its pattern."""
+        """`propertyNames`: the listed names that it allows, and others by its list or its pattern."""
         if "propertyNames" not in schema:
             return []
         names = schema["propertyNames"]
@@ -352,7 +352,6 @@ class _Narrowing:
         return together
 
     def _has_others(self, schema: Schema) -> bool:
-        """Return True if an object may have properties that are not listed."""
         return bool(schema.get("additionalProperties", self._is_open) is not False or "patternProperties" in schema)
 
     def repeated_items(self, schema: Schema, done: dict[str, Any]) -> list[Any]:
@@ -393,7 +392,7 @@ def _is_condition(schema: Any) -> bool:
 
 
 def _with_required(schema: Any) -> Any:
-    """Return a schema that demands the properties whose values it describes."""
+    """Return a schema that demands the properties with values that it describes."""
     listed = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(listed, Mapping):
         return schema
@@ -422,12 +421,10 @@ _OBJECT_WORDS = frozenset({"properties", "patternProperties", "required", "minPr
 
 
 def close_schema(schema: Any, is_open: bool = False) -> Any:
-    """Return a schema whose objects are closed. What is no schema is returned unchanged.
+    """Close the objects of a schema. What is no schema is returned unchanged.
 
-    `is_open`: only those are closed that forbid unevaluated properties.
-
-    Raises:
-        RecursionError: The schema is nested too deeply.
+    `is_open`: only objects that forbid unevaluated properties are closed. Raises `RecursionError` if it is nested too
+    deeply.
     """
     return _Closing(schema, is_open).result() if isinstance(schema, Mapping) else schema
 
@@ -507,7 +504,6 @@ class _Closing:
         return self._names[reference]
 
     def _target(self, reference: Any) -> Schema | None:
-        """Return the object schema that a reference within this document names."""
         found = target_of(self._root, reference)
         return found if isinstance(found, Mapping) else None
 
