@@ -72,7 +72,6 @@ _DIGEST = 8  # characters
 
 
 def chat_body(body: ResponsesBody) -> ChatBody:
-    """Return the chat of a body."""
     definitions, choice = _tools(body)
     fields: dict[str, Any] = {name: getattr(body, name) for name in SamplingFields.model_fields} | {
         "messages": tuple(_messages(body)),
@@ -133,7 +132,6 @@ class OfferedTool:
         return self.declared.type == "custom"
 
     def definition(self) -> ToolDefinition:
-        """Return the function."""
         tool = self.declared
         description, parameters = tool.description, _TEXT_INPUT if self.is_custom else tool.parameters
         if self.is_custom and (grammar := (tool.format or {}).get("definition")):
@@ -144,7 +142,7 @@ class OfferedTool:
 
 
 def offered_tools(body: ResponsesBody) -> tuple[OfferedTool, ...]:
-    """Return the tools of a body, with those of its namespaces, and without those that are left out."""
+    """Return the tools of a body and of its namespaces, without tools that are left out."""
     found: list[OfferedTool] = []
     for tool in body.tools or ():
         if tool.type == "namespace":
@@ -271,7 +269,6 @@ class _Answer:
         return bool(self._calls or "content" in self._fields)
 
     def add(self, item: InputItem) -> None:
-        """Add reasoning or a message of the model."""
         if item.kind == "reasoning":
             parts = item.content if isinstance(item.content, tuple) else ()
             thought = item.content if isinstance(item.content, str) else "".join(part.text or "" for part in parts)
@@ -280,7 +277,6 @@ class _Answer:
             self._fields["content"] = _content(item)
 
     def add_call(self, call: ToolCallRecord) -> None:
-        """Add a call of a tool."""
         self._calls.append(call)
 
     def take(self) -> Iterator[Message]:
@@ -349,14 +345,12 @@ class _Item:
         return item
 
     def part(self) -> Json:
-        """Return the content of a text or of reasoning."""
         if self.block.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.block.text}
         logprobs = _logprobs(self.block.logprobs)
         return {"type": "output_text", "text": self.block.text, "annotations": [], "logprobs": logprobs}
 
     def event(self, kind: str) -> ResponseEvent:
-        """Return an event about this item."""
         event: ResponseEvent = {"type": f"response.{kind}", "item_id": self.id, "output_index": self.block.index}
         if self.block.kind != "call":
             event["content_index"] = 0
@@ -377,7 +371,6 @@ class ResponseObjectFormat:
         self._tools: Tools = {tool.name: tool for tool in offered_tools(body)}
 
     def whole(self, completion: CollectedCompletion) -> ResponseObject:
-        """Return the complete response."""
         choice = completion.choices[0]
         assert choice.finished is not None, "a complete response has finished"
         return self._finished([_Item(block, self._tools) for block in collected_blocks(choice)], choice.finished)
@@ -445,7 +438,6 @@ class ResponseObjectFormat:
 
 
 def _request_fields(body: ResponsesBody, params: SamplingParams, model: str) -> RepeatedFields:
-    """Return the fields that repeat the request."""
     effort = None if body.reasoning is None else body.reasoning.effort
     form = None if body.text is None or body.text.format is None else body.text.format
     shown = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
