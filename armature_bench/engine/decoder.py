@@ -167,8 +167,7 @@ def build_planned_decoder(checkpoint: Checkpoint, plan: ServingPlan) -> BuiltEng
 def ceiling_sampler(plan: ServingPlan, backend: BaseBackend, others: Iterable[torch.dtype] = DTYPES) -> CeilingSampler:
     """Return the sampler of the ceilings for the plan's device.
 
-    On the processor, product rates of the `others` dtypes are sampled in addition to the dtype that the engine
-    multiplies in.
+    On the processor, product rates of the `others` dtypes are sampled besides the engine's own dtype.
     """
     if plan.placement.device != "cpu":
         return DeviceCeilingSampler(backend)
@@ -227,10 +226,7 @@ def _work(driver: DecoderDriver, load: DecoderLoad, steps: int) -> list[float]:
 
 
 def _load_figures(load: DecoderLoad, samples: WorkSamples, kv_bytes: float) -> Iterator[Figure]:
-    """Yield the table rows of one load.
-
-    `kv_bytes` is the size of one sequence's keys and values in the middle of its run.
-    """
+    """Yield the rows of one load. `kv_bytes` is one sequence's keys and values in the middle of its run."""
     bound, share = samples.bound
     parts = {"tok/s": load.all_tokens / samples.middle}
     if not load.prompt and samples.num_bytes:

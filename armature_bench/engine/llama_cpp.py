@@ -86,8 +86,7 @@ class LlamaCppPeer:
     def read(self, checkpoint: Checkpoint, windows: list[list[int]], threads: int) -> Generator[PeerEvent, None, None]:
         """Write the model for llama.cpp and yield the results of each of `FORMATS`.
 
-        Raises:
-            MeasurementFailed: llama.cpp failed; the message has its last lines.
+        Raises a `MeasurementFailed` with llama.cpp's last lines if it failed.
         """
         with tempfile.TemporaryDirectory(prefix="armature-llama-cpp-") as folder, tempfile.TemporaryFile("w+") as log:
             source, job = Path(folder) / "stored.gguf", Path(folder) / "job.json"
@@ -98,11 +97,7 @@ class LlamaCppPeer:
 
 
 def run_process(command: list[str], log: IO[str]) -> Generator[PeerEvent, None, None]:
-    """Yield the events that a process prints. `log` receives its messages.
-
-    Raises:
-        MeasurementFailed: The process failed.
-    """
+    """Yield the events that a process prints. `log` receives its messages. Raises `MeasurementFailed`."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
         assert process.stdout is not None
         ended = False
@@ -120,5 +115,4 @@ def run_process(command: list[str], log: IO[str]) -> Generator[PeerEvent, None, 
 
 
 def parse_event(event: Mapping[str, Any]) -> PeerEvent:
-    """Return the event of one line."""
     return PeerEvent(**{**event, "likeliest": tuple(event.get("likeliest", ()))})

@@ -47,11 +47,10 @@ class TextPrompts:
         self._words = FREQUENT_WORDS.split()
 
     def prompt(self, num_tokens: int) -> str:
-        """Return a text of about `num_tokens` tokens, including those that the server adds."""
+        """Return a text of about `num_tokens` tokens, including the tokens that the server adds."""
         return self.words(max(1, round((num_tokens - self._tokens_around) / self._tokens_per_word)))
 
     def words(self, num_words: int) -> str:
-        """Return `num_words` random words, separated by spaces."""
         return " ".join(self._random.choices(self._words, k=num_words))
 
 
@@ -63,7 +62,6 @@ class UniformLengths:
     high: int
 
     def draw(self, source: random.Random) -> int:
-        """Return a random number of tokens."""
         return source.randint(self.low, self.high)
 
     def __str__(self) -> str:
@@ -78,7 +76,6 @@ class LogNormalLengths:
     highest: int
 
     def draw(self, source: random.Random) -> int:
-        """Return a random number of tokens."""
         while True:
             drawn = round(self.median * math.exp(source.gauss(0.0, self._sigma)))
             if 1 <= drawn <= self.highest:
