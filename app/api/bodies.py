@@ -108,7 +108,7 @@ class BodyMemory:
         self._timer: asyncio.TimerHandle | None = None
 
     async def take(self, share: BodyShare) -> None:
-        """Wait until there is memory for a body. Raises `Overloaded` if there is none for too long, or too many wait."""
+        """Wait until there is memory for a body. Raises `Overloaded` after too long, or if too many wait."""
         if not self._waiting and self.num_bytes + share.num_bytes <= self._max_bytes:
             self._add(share)
             return

@@ -28,7 +28,7 @@ _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 async def encode(opened: OpenRequest, model: ServedEncoder, request: EncodingRequest) -> Encoded:
-    """Return the arrays of texts. Short texts are tokenized on the event loop: a round trip to a thread takes longer."""
+    """Return the arrays of texts. Short ones are tokenized on the event loop: a thread's round trip takes longer."""
     check_texts(model, request)
     opened.admit()
     client, size = opened.client, texts_size(request)

@@ -221,7 +221,7 @@ class OpenGeneration(OpenRequest):
         return events
 
     def _count(self, choice: Choice, event: TokensReady | SequenceFinished, now: float) -> None:
-        """Count new tokens. All tokens of one step share one inter-token latency. A stop token has no text but counts."""
+        """Count new tokens, also a stop token, which has no text. Tokens of one step share one inter-token latency."""
         metrics = self.client.metrics
         if event.timings is not None:
             choice.timings = event.timings

@@ -105,7 +105,7 @@ class OpenRequest:
         self._events.put_nowait(timed_event)
 
     async def next_event(self) -> tuple[Event, float] | None:
-        """Wait for the worker's next event and its time; None if the request has timed out. Raises a `RequestFailed`."""
+        """Return the worker's next event and its time; None after a timeout. Raises the error of a `RequestFailed`."""
         return self.checked(await self._events.get())
 
     def checked(self, timed_event: TimedEvent) -> TimedEvent:
@@ -146,7 +146,7 @@ class OpenRequest:
             self.client.worker.put(Abort(self._command.request_id))
 
     def _note_error(self, error: RequestError) -> None:
-        """Note the error that its client gets. The worker too can refuse a request: it may find it can never be served."""
+        """Note the error that its client gets. The worker too can find that a request can never be served."""
         self.http.error = error.code
         if self.http.trace is not None:
             self.http.trace.error = self.http.trace.error or error.code

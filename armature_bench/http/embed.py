@@ -1,4 +1,4 @@
-"""Embedding under load, as measured by `armature bench http --kind embed`: requests in one dialect, and their timing."""
+"""Embedding under load (`armature bench http --kind embed`): requests in one dialect, and their timing."""
 
 from __future__ import annotations
 
