@@ -85,7 +85,6 @@ def report_results(arguments: Namespace) -> int:
 
 
 def _measure_load(job: LoadJob, page: Path | None) -> BenchOutcome:
-    """Run the bench, draw its picture, and write its page if one was asked for."""
     if page is not None:
         check_page(page)
     outcome = measure_load(job)
@@ -302,7 +301,6 @@ REQUEST_KINDS: Mapping[str, RequestKind] = {
 
 
 def _refuse_flags(arguments: Namespace, kind: str, *names: str) -> None:
-    """Refuse flags that do not apply to this kind of request or model."""
     for name in names:
         if getattr(arguments, name) is not None:
             raise MeasurementFailed(f"--{name.replace('_', '-')} does not apply to {kind}")

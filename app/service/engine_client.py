@@ -43,12 +43,10 @@ class WorkerInterface(Protocol):
     def state(self) -> str: ...
 
     @property
-    def stage(self) -> str:
-        """Loading stage in words for people."""
+    def stage(self) -> str: ...
 
     @property
-    def load_progress(self) -> LoadProgress | None:
-        """Progress of the present phase of loading, if known."""
+    def load_progress(self) -> LoadProgress | None: ...
 
     @property
     def snapshot(self) -> EngineSnapshot: ...

@@ -310,7 +310,6 @@ class OpenGeneration(OpenRequest):
         self.client.admission.observe(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens)
 
     def _time_out(self) -> list[StreamEvent]:
-        """Finish the choices with the text that they have."""
         if not self.num_completion_tokens:
             raise RequestTimeout("The request timed out before its first token.")
         events: list[StreamEvent] = []

@@ -39,7 +39,6 @@ class ClientRequest:
     def add(
         self, prompt_tokens: int, completion_tokens: int, queue_seconds: float | None, first_token_seconds: float | None
     ) -> None:
-        """Add one request of the service."""
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
         self.queue_seconds = _longest(self.queue_seconds, queue_seconds)
@@ -51,7 +50,6 @@ CLIENT_REQUEST: ContextVar[ClientRequest | None] = ContextVar("client_request", 
 
 
 def note_error(code: str) -> None:
-    """Note the error code that the client of this context's request is sent."""
     if (client_request := CLIENT_REQUEST.get()) is not None:
         client_request.error = code
 

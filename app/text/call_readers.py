@@ -196,7 +196,6 @@ class ObjectReader:
         self._is_value, self._part = True, None
 
     def _end_part(self) -> None:
-        """Take the value that ends before the last character."""
         if self._is_value and self._part is not None:
             text = "".join(self._part).rstrip(SPACES)
             if self._key in _NAME_KEYS and self.name is None:

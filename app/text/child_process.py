@@ -222,7 +222,6 @@ class TemplateLimits:
 
     @property
     def wall_seconds(self) -> float:
-        """Longest wait for an answer."""
         return max(MIN_WALL_SECONDS, WALL_FACTOR * self.cpu_seconds)
 
 
@@ -305,7 +304,6 @@ class ChildProcess:
                 raise TimeoutError
 
     def _failure(self, error: Exception, factor: int) -> Reply:
-        """End the process, and return why it did not answer."""
         if not isinstance(error, TimeoutError):
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_SECONDS)

@@ -68,7 +68,6 @@ class HarmonyParser:
             self._take_beginning(character)
 
     def _take_beginning(self, character: str) -> None:
-        """Decide whether the text has messages."""
         if not self._held and character.isspace():
             self._spaces.append(character)
             return

@@ -168,7 +168,6 @@ class JsonRepeats:
         return self._now, self._begins, len(self._text)
 
     def restore(self, state: tuple[_Reading, int, int]) -> None:
-        """Forget what was read since."""
         self._now, self._begins, length = state
         del self._text[length:]
 

@@ -274,7 +274,6 @@ class SchemaLogic:
         return False
 
     def types(self, schema: Any) -> set[str]:
-        """Return the types that a schema may accept."""
         return self._types(self.parts(schema))
 
     def refusals(self, schema: Any, known: Collection[str] | None = None, depth: int = 0) -> list[Any]:

@@ -490,7 +490,6 @@ class _Closing:
         return self._copy(schema, is_part=True) if isinstance(schema, Mapping) else schema
 
     def _open_reference(self, reference: Any) -> Any:
-        """Return a reference to a copy of a definition that is not closed."""
         target = self._target(reference)
         if target is None:
             return reference

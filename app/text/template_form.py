@@ -155,7 +155,6 @@ _INTRODUCTION = (
 
 
 def tool_prompt(tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
-    """Return a text that explains the tools and how to call them."""
     listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     example = write_calls(form, [("function", {"parameter": "value"})])
     return _INTRODUCTION.format(tools=listed, example=example)
@@ -252,7 +251,6 @@ class TemplateForm:
     thinking: ThinkingVariables = _NO_VARIABLES
 
     def tool_variables(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the template's variables for tools."""
         if not tools or not self.tools:
             return dict(self.no_tools)
         bare = [tool.get("function", tool) for tool in tools]
@@ -521,7 +519,6 @@ class _Trials:
         return "also" if plain == listed else ""
 
     def _with_calls(self, form: TemplateForm) -> TemplateForm:
-        """Return the form with what was found about calls and results."""
         for short_ids in (False, True):
             for text_arguments in (False, True):
                 tried = replace(form, text_arguments=text_arguments, short_ids=short_ids)

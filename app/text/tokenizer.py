@@ -207,7 +207,6 @@ class Tokenizer:
         return self._join(parts, max_tokens, side)
 
     def _join(self, encodings: list[tokenizers.Encoding], max_tokens: int | None, side: str) -> tokenizers.Encoding:
-        """Return one encoding of one or two, truncated, with special tokens."""
         if max_tokens is not None:
             room = max(0, max_tokens - self._inner.num_special_tokens_to_add(len(encodings) == 2))
             lengths = truncated_lengths([len(encoding) for encoding in encodings], room)
@@ -235,7 +234,6 @@ class Tokenizer:
         return tokenizers.Encoding.merge(encodings[::-1] if from_end else encodings)
 
     def as_json(self) -> str:
-        """Return the tokenizer as the text of a tokenizer.json."""
         return self._inner.to_str()
 
     @property

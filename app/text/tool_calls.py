@@ -250,8 +250,6 @@ class ToolCallParser:
 
 @dataclass(slots=True)
 class _GrowingDelta:
-    """A `ToolCallDelta` while its arguments grow."""
-
     index: int
     id: str | None = None
     name: str | None = None

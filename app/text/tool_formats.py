@@ -89,7 +89,6 @@ class ToolFormat:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Texts after the arguments of a call."""
         if self.reads_objects or self.parameter or self.is_pythonic:
             return ()
         return words(_PLACE.split(self.call)[-1])
@@ -301,7 +300,6 @@ def fill(pattern: str, **values: str) -> str:
 
 
 def split_pattern(pattern: str) -> list[str]:
-    """Return the fixed texts of a pattern and between them the names of its places."""
     return _PLACE.split(pattern)
 
 

@@ -82,7 +82,7 @@ class LoadConditions:
 
 
 async def read_resources(client: ArmatureClient, local: bool) -> ResourceReading:
-    """Read all counters. `local`: the server runs on this machine. Raises `RequestBroken` without metrics."""
+    """Read all counters. `local`: the server runs on this machine. Raises `HttpRequestFailed` without metrics."""
     asked = time.perf_counter()
     counters = await client.counters()
     moment = (asked + time.perf_counter()) / 2

@@ -221,7 +221,7 @@ async def _measure_load(
 ) -> LoadPoint | None:
     """Measure one load, or return None if the server is ready but could not answer this load.
 
-    Raises `RequestBroken` if the server is gone.
+    Raises `HttpRequestFailed` if the server is gone.
     """
     run = LoadRun[Any]()
     found.current_stage = f"measuring {load.name}"

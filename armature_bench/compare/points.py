@@ -170,7 +170,7 @@ class StepLogReader:
         self._next = None if reply is None else int(reply["next"])
 
     async def steps(self, begin: float, end: float) -> StepColumns:
-        """Return the steps that began between two moments. Raises `RequestBroken`."""
+        """Return the steps that began between two moments. Raises `HttpRequestFailed`."""
         columns: dict[str, list[Any]] = {"at": [], "seconds": [], "phase": [], "tokens": [], "cause": []}
         moments = [begin]
         while self._next is not None and moments[-1] <= end:  # load from another client may never end

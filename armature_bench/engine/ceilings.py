@@ -86,8 +86,6 @@ class WorkSamples:
 
 
 class CeilingSampler(Protocol):
-    """Source of ceiling samples for one device."""
-
     @property
     def products(self) -> Mapping[torch.dtype, list[float]]:
         """Sampled product rates in operations per second, by dtype."""
@@ -101,8 +99,7 @@ class CeilingSampler(Protocol):
 
     def figures(self) -> Iterator[Figure]: ...
 
-    def close(self) -> None:
-        """Release the buffers and threads used for sampling."""
+    def close(self) -> None: ...
 
 
 class DeviceCeilingSampler:
@@ -138,8 +135,8 @@ class DeviceCeilingSampler:
 class CpuCeilingSampler:
     """Ceilings of the processor. Samples them on request and keeps all samples.
 
-    `dtype` is the dtype that the engine multiplies in; `Ceilings.product` refers to it. Product rates of `kinds` are
-    sampled.
+    `dtype` is the dtype that the engine multiplies in, and of `MachineCeilings.product`; product rates of `kinds` are
+    sampled too.
     """
 
     def __init__(self, threads: int, dtype: torch.dtype, kinds: Iterable[torch.dtype] = DTYPES) -> None:

@@ -65,7 +65,6 @@ class EngineBenchOptions:
 
     @property
     def steps_per_round(self) -> int:
-        """Number of decode steps of a load in each round."""
         return STEPS_PER_ROUND if self.steps is None else math.ceil(self.steps / self.rounds)
 
     def loads(self, plan: ServingPlan) -> list[DecoderLoad]:
@@ -159,7 +158,6 @@ def measure_decoder_engine(
 
 
 def build_planned_decoder(checkpoint: Checkpoint, plan: ServingPlan) -> BuiltEngine[DecoderEngine, Any, Decoder]:
-    """Build the engine as for serving, on the plan's device."""
     request = BuildRequest(checkpoint, plan)
     return build_decoder_engine(request) if plan.placement.device == "cpu" else build_device_decoder_engine(request)
 

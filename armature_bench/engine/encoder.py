@@ -68,8 +68,6 @@ class BatchTimes:
 
 
 class NamedLoad(Protocol):
-    """A load with a name for tables."""
-
     @property
     def name(self) -> str: ...
 

@@ -89,7 +89,6 @@ def _is_wide(name: str, entry: TensorEntry) -> bool:
 
 
 def _describe(gguf: Any, writer: Any, name: str, entries: list[TensorEntry]) -> None:
-    """Add name, shape and type of a tensor that consists of these."""
     first, count = entries[0], len(entries)
     shape = first.shape if count == 1 else (count, *first.shape)
     shape = shape[1:] if name.endswith(".ffn_gate_inp_shexp.weight") else shape

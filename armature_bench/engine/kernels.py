@@ -167,7 +167,6 @@ def _time_product(copies: list[IntPanelLinear], rows: int) -> list[float]:
 
 
 def _torchao_seconds() -> Iterator[tuple[KernelCase, float]]:
-    """Yield the shortest seconds of a product by torchao."""
     for (name, factory), shape in itertools.product(TORCHAO_FORMS.items(), SHAPES):
         form = factory.pack(torch.randn(shape) / shape[1] ** 0.5, None)
         for rows in TORCHAO_ROWS:

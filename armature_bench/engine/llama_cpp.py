@@ -50,8 +50,6 @@ class PeerEvent:
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppPeer:
-    """llama.cpp in the environment of an interpreter."""
-
     python: str = sys.executable
 
     def require(self, checkpoint: Checkpoint) -> None:

@@ -79,7 +79,6 @@ class PrecisionScore:
         self.likeliest.append(likeliest)
 
     def perplexity(self, windows: int) -> float:
-        """Return the perplexity over the first `windows` windows."""
         return math.exp(sum(self.nats[:windows]) / sum(len(tokens) for tokens in self.likeliest[:windows]))
 
     def agreement(self, other: PrecisionScore) -> float:
@@ -95,7 +94,6 @@ class QualityJob:
     facts: Facts
 
     def plan(self, precision: str, kv_precision: str) -> ServingPlan:
-        """Return the plan for this precision of weights and of keys and values."""
         kept = self.settings.keep_layers if precision in QUANTIZED_PRECISIONS else ""
         settings = self.settings.with_weight_format(
             precision, kv_precision=kv_precision, int8_copy="off", keep_layers=kept

@@ -68,7 +68,7 @@ SamplesByProbability = Mapping[float | None, SpeculationSamples]  # None: withou
 
 
 class PlantedDrafter:
-    """Drafter that knows the text and proposes each token correctly with probability `chance`."""
+    """Drafter that knows the text and proposes each token correctly with probability `probability`."""
 
     def __init__(self, truth: Sequence[int], probability: float, rng: random.Random) -> None:
         self._truth, self._probability, self._rng = truth, probability, rng
@@ -142,8 +142,6 @@ class ForcedTextRunner:
 
 
 class AnswerDriver:
-    """Runs one answer after the other through the engine and times the steps."""
-
     def __init__(self, engine: DecoderEngine, max_tokens: int) -> None:
         self.forced_runner = engine.runner = ForcedTextRunner(engine.runner)
         self._engine, self._max_tokens = engine, max_tokens
@@ -290,7 +288,6 @@ def _rounds(rounds: int, one: SpeculationRound, taken: SamplesByProbability, adv
 
 
 def _speed(answers: Sequence[GreedyAnswer]) -> float:
-    """Return the generated tokens per second of all answers."""
     return sum(answer.made for answer in answers) / max(sum(sum(answer.step_seconds) for answer in answers), 1e-9)
 
 

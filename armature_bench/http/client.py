@@ -57,7 +57,7 @@ async def stream_request(
 ) -> StreamTiming:
     """Send one request and return its stream, read to the end or until `on_chunk` returns False.
 
-    Raises `RequestBroken` if no complete answer arrived, or it has no tokens.
+    Raises `HttpRequestFailed` if no complete answer arrived, or it has no tokens.
     """
     reading = _StreamReader(dialect, on_chunk)
     started = time.perf_counter()
@@ -134,7 +134,6 @@ class ArmatureClient:
         return {name: float(value) for name, _, value in samples}
 
     async def token_prompts(self, seed: int = 0) -> TokenPrompts:
-        """Return a source of prompts made of tokens of this model."""
         answer = await self.wire.post("/tokenize", {"prompt": FREQUENT_WORDS, "add_special_tokens": False})
         return TokenPrompts(answer.raise_for_status("/tokenize").json()["token_ids"], seed)
 

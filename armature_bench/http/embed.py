@@ -90,7 +90,7 @@ class EmbedTraffic:
 
 
 async def send_texts(wire: HttpClient, dialect: EmbedDialect, model: str | None, texts: Sequence[str]) -> bytes:
-    """Send one request and return the body without parsing it. Raises `RequestBroken` for another status than 200."""
+    """Send one request and return the body without parsing it. Raises `HttpRequestFailed` if the status is no 200."""
     path = dialect.path(model)
     return (await wire.post(path, dialect.body(texts, model))).raise_for_status(path).body
 

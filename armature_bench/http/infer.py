@@ -198,7 +198,7 @@ class InferTraffic:
         return InferTiming(intended, client, started, ended, self._num_rows)
 
     async def _send_next(self) -> HttpResponse:
-        """Send the next body and return the whole answer without parsing it. Raises `RequestBroken`."""
+        """Send the next body and return the whole answer without parsing it. Raises `HttpRequestFailed`."""
         body = self._bodies[self._num_sent % len(self._bodies)]
         self._num_sent += 1
         return (await self._wire.exchange("POST", self._path, body)).raise_for_status(self._path)

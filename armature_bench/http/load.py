@@ -92,8 +92,7 @@ class LoadBench(Protocol[A]):
     def figures(self, side: ServerRuns[A], against: ServerRuns[A] | None) -> Iterator[Figure]:
         """Yield the figures of one server under one load, compared with `against` if given."""
 
-    def caveats(self, name: str, answered: Sequence[A], prompts: str) -> Iterator[str]:
-        """Yield notes that the reader needs to judge the figures."""
+    def caveats(self, name: str, answered: Sequence[A], prompts: str) -> Iterator[str]: ...
 
     def record(self, answered: A, started: float) -> dict[str, Any]: ...
 
@@ -216,7 +215,6 @@ def _figures(job: LoadJob, found: LoadResults) -> Iterator[Figure]:
 
 
 def _notes(job: LoadJob, found: LoadResults) -> Iterator[str]:
-    """Yield notes that the reader needs to judge the figures, and one message for each kind of failure."""
     for index, target in enumerate(job.targets):
         answered = [
             each

@@ -186,7 +186,6 @@ def rate_figure(counted: RateMetric[W], side: ServerRuns[W], against: ServerRuns
 
 
 def units_per_second(run: LoadRun[W], closed: bool, weight: Callable[[W], float]) -> float:
-    """Return the units per second within the steady window of a run."""
     begin, end = whole_answer_window(run, closed)
     return sum(weight(each) for each in run.answered if begin < each.ended <= end) / (end - begin)
 

@@ -54,7 +54,6 @@ class SimulatedEngine:
         self._mailbox.put(command)
 
     def run(self, service: Service) -> None:
-        """Make tokens until `Stop`."""
         due = time.perf_counter()
         while True:
             try:

@@ -27,8 +27,6 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class GenerateWorkload:
-    """Distributions of prompt and completion lengths in tokens."""
-
     prompt_tokens: UniformLengths
     max_tokens: UniformLengths
     ignore_eos: bool = True

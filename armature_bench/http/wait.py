@@ -87,8 +87,6 @@ class ReportedCapacity:
 
 @dataclass(frozen=True, slots=True)
 class WaitSample:
-    """Predicted and actual seconds from sending one request to its first token."""
-
     predicted: float
     actual: float
 

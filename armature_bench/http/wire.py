@@ -53,7 +53,7 @@ class HttpResponse:
     body: bytes
 
     def raise_for_status(self, path: str) -> HttpResponse:
-        """Return this response, or raise `RequestBroken` with the seconds of a Retry-After header if it is no 200."""
+        """Return this response, or raise `HttpRequestFailed` with the seconds of a Retry-After header if it is no 200."""
         if self.status == 200:
             return self
         text = self.body.decode(errors="replace")[:300]
@@ -99,7 +99,7 @@ class HttpClient:
     async def exchange(
         self, method: str, path: str, body: HttpBody | None, sink: BodySink | None = None
     ) -> HttpResponse:
-        """Return the response, whatever its status. Raises `RequestBroken` if no complete one arrived."""
+        """Return the response, whatever its status. Raises `HttpRequestFailed` if no complete one arrived."""
         what = "" if body is None else f"{body.headers}Content-Length: {len(body.content)}\r\n"
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{what}\r\n".encode()
         request = head if body is None else head + body.content

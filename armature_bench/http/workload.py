@@ -29,7 +29,6 @@ class TokenPrompts:
             raise ValueError("a deck needs at least two different tokens")
 
     def prompt(self, num_tokens: int, prefix: Sequence[int] = ()) -> list[int]:
-        """Return `num_tokens` token ids that start with `prefix`."""
         drawn = self._random.choices(self._token_ids, k=max(0, num_tokens - len(prefix)))
         return [*prefix, *drawn][:num_tokens]
 

@@ -39,7 +39,6 @@ class PublishedRun:
 
     @property
     def name(self) -> str:
-        """Name for progress and notes."""
         words = [self.model.title, self.precision, self.bench if self.bench == "eager" else "", self.level or ""]
         threads = "" if self.threads is None else f"{self.threads} thread" + ("s" if self.threads > 1 else "")
         return ", ".join(word for word in (*words, threads) if word)
@@ -71,8 +70,6 @@ class PublishedRun:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The figures of a finished run by name, and its plan."""
-
     figures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
 

@@ -77,7 +77,6 @@ def _cells(figure: Figure, parts: Sequence[str]) -> Iterator[str]:
 
 
 def _plots(measure: LatencyMeasure, all_series: Sequence[LoadSeries]) -> Iterator[Plot]:
-    """Yield the plot of the percentiles, and the plot over time."""
     bounds = log_bounds(all_series)
     ends = ", ".join(
         f"{series.label} from {_milliseconds(min(series.seconds))} to {_milliseconds(max(series.seconds))}"

@@ -68,7 +68,6 @@ class ReportTable:
 
     @property
     def is_grouped(self) -> bool:
-        """True if any group has a name."""
         return any(group.name for group in self.groups)
 
 
@@ -99,7 +98,6 @@ def format_three_digits(value: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """Format a ratio, such as `1.25×`."""
     return f"{ratio:.2f}×" if ratio < 100 else f"{ratio:,.0f}×"
 
 

@@ -259,7 +259,6 @@ def roofline_limits(result: CompareResult) -> RooflineLimits | None:
 
 
 def roofline_points(result: CompareResult, ceilings: RooflineLimits) -> list[RooflinePoint]:
-    """Return the medians of normal steps by phase and approximate size."""
     found: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for point in result.points:
         steps = point.steps

@@ -73,7 +73,6 @@ class CostArguments:
 
     @property
     def hours_a_year(self) -> float:
-        """The hours of a year in which the target is served."""
         return self.hours_a_day * self.days_a_year
 
 
@@ -87,7 +86,6 @@ class CostReport:
 
     @property
     def keeps_p99(self) -> bool:
-        """Whether a load of any result kept the p99."""
         return any(sheet.rows for sheet in self.sheets)
 
     def to_json(self) -> dict[str, Any]:

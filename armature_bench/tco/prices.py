@@ -125,8 +125,6 @@ class _PriceFile(_PriceModel):
 
 @dataclass(frozen=True, slots=True)
 class PriceTable:
-    """The price table: families by name."""
-
     families: Mapping[str, InstanceFamily]
 
     def find(self, instance: str) -> tuple[InstanceFamily, InstanceSize] | None:

@@ -62,8 +62,6 @@ class ArmX86Pair:
 
 @dataclass(frozen=True, slots=True)
 class SizingSheet:
-    """One kind of work, and the machines that each result needs for it."""
-
     work: WorkKind
     rows: tuple[SizingRow, ...]
     pairs: tuple[ArmX86Pair, ...]
@@ -110,7 +108,6 @@ def sizing_sheets(
 
 
 def pair_arm_with_x86(rows: Sequence[SizingRow]) -> list[ArmX86Pair]:
-    """Pair every Arm machine with every x86 machine that has the same number of vCPUs."""
     arms, x86s = ([row for row in rows if row.machine.architecture == each] for each in ("arm64", "x86_64"))
     return [_pair(arm, x86) for arm in arms for x86 in x86s if arm.machine.vcpus == x86.machine.vcpus]
 
