@@ -177,7 +177,6 @@ class AccessControl:
         return account
 
     def _find_key(self, scope: Scope) -> bytes | None:
-        """Return the hash of the request's key if it is known."""
         scheme, _, key = header(scope, b"authorization").partition(b" ")
         if scheme.lower() != b"bearer":
             key = header(scope, b"x-api-key")  # of Anthropic's clients
@@ -211,7 +210,6 @@ def _pattern(allowed: str) -> str:
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """Return the first header of that name, or nothing."""
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 

@@ -34,8 +34,6 @@ def client_network(client: tuple[str, int] | None) -> Hashable:
 
 
 class BoundedConnection(Protocol):
-    """A connection as the limits see it."""
-
     address: Hashable
 
     def drop(self) -> None: ...

@@ -53,8 +53,6 @@ INTERNAL_MESSAGE = "The server failed to answer this request. Its log, under the
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error in terms of HTTP, before a dialect formats its body."""
-
     status: int
     code: str
     message: str

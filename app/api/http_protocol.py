@@ -149,7 +149,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def refuse(self) -> None:
-        """Say that there are too many connections, and close this one."""
         self.limits.forget(self)
         if not self.transport.is_closing():
             self._send_error(_TOO_MANY)

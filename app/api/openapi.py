@@ -59,7 +59,6 @@ def describe(routes: Iterable[Route], needs_key: bool) -> dict[str, Any]:
 
 
 def _path_operation(route: Route, needs_key: bool) -> APIRoute:
-    """Return FastAPI's route, which describes parameters, body, responses and security."""
     options = dict(route.openapi)
     extra = dict(options.pop("openapi_extra", {}))
     _, path_format, names = compile_path(route.path)

@@ -413,7 +413,6 @@ class Dialect:
 
 
 def _response_types(answer: Any) -> dict[str, Any]:
-    """Return the types of response and event that a function's annotation names."""
     if get_origin(answer) in (Union, UnionType):  # a generation or an encoding, or a reply without one
         kinds = [each for each in get_args(answer) if get_origin(each) in (Generation, Encoding, Reply)]
         answer = kinds[0] if kinds else answer

@@ -76,7 +76,6 @@ def format_named_sse(event: Mapping[str, Any]) -> bytes:
 
 
 def format_line(event: Mapping[str, Any]) -> bytes:
-    """Return one line of newline-delimited JSON."""
     return _JSON.encode(event).encode() + b"\n"
 
 
@@ -168,7 +167,6 @@ class EventStreamResponse(StreamingResponse):
         await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
-        """Send the events, then close the source."""
         try:
             await super().stream_response(send)
         finally:
@@ -239,8 +237,6 @@ class CollectedChoice:
 
 @dataclass(slots=True)
 class CollectedCompletion:
-    """A request's completions, collected from its stream events."""
-
     by_index: dict[int, CollectedChoice] = field(default_factory=dict)
     usage: Usage = field(default_factory=lambda: Usage(0))
     prompt_token_ids: list[tuple[int, ...]] = field(default_factory=list)  # of each prompt
@@ -271,11 +267,9 @@ class CollectedCompletion:
 
     @property
     def choices(self) -> list[CollectedChoice]:
-        """Choices in the order of their index."""
         return [self.by_index[index] for index in sorted(self.by_index)]
 
     def headers(self) -> dict[str, str]:
-        """Return the `Server-Timing` header over all choices."""
         return server_timing(choice.finished.timings for choice in self.choices if choice.finished)
 
 
@@ -292,8 +286,6 @@ EventT_co = TypeVar("EventT_co", covariant=True)
 
 
 class GenerationFormat(Protocol[WholeT_co, EventT_co]):
-    """The form in which a dialect writes a generation."""
-
     def whole(self, completion: CollectedCompletion) -> WholeT_co: ...
 
     def events(self, stream: GenerationStream) -> AsyncIterator[EventT_co]: ...

@@ -504,7 +504,6 @@ def sort_by_score(scores: list[float]) -> list[tuple[int, float]]:
 
 
 def labels_by_score(served: ServedEncoder, scores: list[float]) -> list[LabelScore]:
-    """Return the labels with the scores of one text, best first."""
     return [{"label": served.labels[place], "score": score} for place, score in sort_by_score(scores)]
 
 

@@ -68,7 +68,6 @@ def num_scored_tokens(params: SamplingParams, num_probs: int, has_grammar: bool)
 
 
 def model_probabilities(tokens: Iterable[ScoredToken]) -> list[LlamaCppToken]:
-    """Return the log-probabilities of the model."""
     bodies: list[LlamaCppToken] = []
     for token in tokens:
         body = _scored(token)

@@ -290,7 +290,6 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _scored(line: LineT, tokens: Iterable[ScoredToken]) -> LineT:
-    """Add log-probabilities to a line, if there are any."""
     if (scored := chat_logprobs(tokens)) is not None:
         line["logprobs"] = scored["content"]
     return line

@@ -359,7 +359,6 @@ class _ChoiceCounts:
         return None if number in begun else self.prompts[number]
 
     def take(self, event: TextDelta | ChoiceFinished) -> Usage:
-        """Count an event's tokens and return the usage of its choice."""
         if isinstance(event, ChoiceFinished):
             self.completions[event.choice] = event.num_completion_tokens
             return self.add(event.choice, 0)

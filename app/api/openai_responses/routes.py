@@ -168,7 +168,6 @@ def function_name(name: str, namespace: str | None) -> str:
 
 
 def _tools(body: ResponsesBody) -> tuple[tuple[ToolDefinition, ...], str | NamedToolChoice | None]:
-    """Return the tools that may be called, and the choice between them."""
     tools, choice = offered_tools(body), body.tool_choice
     named: str | NamedToolChoice | None = None
     if choice is None or isinstance(choice, str):
@@ -185,7 +184,6 @@ def _tools(body: ResponsesBody) -> tuple[tuple[ToolDefinition, ...], str | Named
 
 
 def _names(chosen: AllowedTool, tool: OfferedTool) -> bool:
-    """Return True if a choice names the tool, or its namespace."""
     if chosen.type == "namespace":
         return chosen.name == tool.namespace
     if chosen.namespace is not None and chosen.namespace != tool.namespace:
@@ -305,13 +303,12 @@ class _Item:
 
     @property
     def is_custom(self) -> bool:
-        """True for a call of a tool that takes a text."""
         tool = self.tools.get(self.block.name)
         return self.block.kind == "call" and tool is not None and tool.is_custom
 
     @property
     def input(self) -> str:
-        """The text of such a call."""
+        """The text of a call of a tool that takes a text."""
         try:
             arguments = json.loads(self.block.text)
         except ValueError:  # the model decided what to write, or was cut

@@ -149,7 +149,6 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
 
 
 def _type(content: Mapping[str, Any]) -> str:
-    """Return links to the schemas that a content refers to."""
     names = dict.fromkeys(_REFERENCE.findall(json.dumps(content.get("schema", {}))))
     return " or ".join(f'<a href="#{escape(name)}">{escape(name)}</a>' for name in names)
 
