@@ -53,7 +53,7 @@ class HttpResponse:
     body: bytes
 
     def raise_for_status(self, path: str) -> HttpResponse:
-        """Return this response. Raises `HttpRequestFailed` if it is no 200, with the seconds of a Retry-After header."""
+        """Return this response. Raises `HttpRequestFailed` with the Retry-After seconds for another status than 200."""
         if self.status == 200:
             return self
         text = self.body.decode(errors="replace")[:300]
