@@ -101,10 +101,9 @@ class NewNames:
 class ApiRuntime:
     """Everything that the endpoints use.
 
-    `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request.
-    `page`:
-    the web page is served. `tracer` None: no request is traced. `capacity` returns tokens per second by phase and rows,
-    empty while unknown.
+    `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request. With
+    `page`, the web page is served. `tracer` None: no request is traced. `capacity` returns tokens per second by phase
+    and rows, empty while unknown.
     """
 
     service: Service

@@ -106,9 +106,7 @@ class Adapters:
     def unload(self, name: str) -> None:
         """Serve the adapter to no further request, and free its place after its last one.
 
-        Raises:
-            InvalidRequest: Clients may not unload adapters.
-            ModelNotFound: There is no such adapter.
+        Raises `InvalidRequest` if clients may not unload adapters, and `ModelNotFound`.
         """
         if self._read is None:
             _not_allowed()

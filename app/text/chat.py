@@ -74,8 +74,7 @@ class ChatTemplate:
     """A compiled chat template; any thread may render it.
 
     `named_tokens` (bos_token, eos_token, …) are variables of the template. The text has all special tokens that it
-    needs:
-    it is encoded without adding any, as transformers does.
+    needs, so it is encoded without adding any, as transformers does.
     """
 
     def __init__(
@@ -160,15 +159,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt's text, up to where the assistant's answer begins.
 
-        Args:
-            messages: The conversation.
-            arguments: Further variables of the template.
-            options: Tools, documents, and where the text ends.
-            syntax: The form of calls for a template that knows none.
-
-        Raises:
-            InvalidRequest: The messages do not fit the template, it fails on them, or it leaves out a part of them.
-            TemplateStopped: The template needs too much time or memory.
+        A template that knows no calls gets them in the form `syntax`. Raises `InvalidRequest` if the messages do not
+        fit the template, it fails on them, or it leaves out a part of them, and `TemplateStopped` if it needs too much
+        time or memory.
         """
         template = self.chosen(messages, options)
         return template._render_all(messages, arguments or {}, options or ChatOptions(), syntax)

@@ -48,11 +48,8 @@ def narrow_schema(schema: Any, is_open: bool = False, has_repeats: bool = False)
     """Return a schema in words that the library knows, as far as possible. What is no schema is returned unchanged.
 
     `is_open`: objects that list their properties may have others, if the schema does not forbid it. `has_repeats`:
-    repeated items are noticed elsewhere.
-
-    Raises:
-        RecursionError: The schema is nested too deeply.
-        ValueError: It has too many alternatives, or refers to a schema at another address.
+    repeated items are noticed elsewhere. Raises `RecursionError` if it is nested too deeply, and `ValueError` if it has
+    too many alternatives, or refers to a schema at another address.
     """
     return _Narrowing(schema, is_open, has_repeats).schema(schema) if isinstance(schema, Mapping) else schema
 

@@ -270,11 +270,9 @@ class TemplateForm:
     ) -> list[dict[str, Any]]:
         """Return a conversation that the template can write.
 
-        Args:
-            messages: Messages with a text, a list of text parts, or null beside calls as content.
-            tools: Functions that may be called.
-            syntax: The form of calls for a template that knows none.
-            thinks: Whether the model shall think, for a template that looks for the word in the system message.
+        Contents of `messages` are a text, a list of text parts, or null beside calls. A template that knows no calls
+        gets them in the form `syntax`, and one that looks for the word in the system message is told whether the model
+        `thinks`.
         """
         done = [dict(message) for message in messages]
         if tools and not self.tools:

@@ -45,8 +45,8 @@ class TokenSpan:
 class Tokenizer:
     """The tokenizer of a checkpoint's directory or GGUF file.
 
-    `bos_token_id` is None if the checkpoint has none. Each of `eos_token_ids` ends a completion. `lowercases`:
-    texts are lowercased first, except for special tokens in them, as some encoders were trained.
+    `bos_token_id` is None if the checkpoint has none. Each of `eos_token_ids` ends a completion. `lowercases`: texts
+    are lowercased first, except for special tokens in them, as some encoders were trained.
     """
 
     def __init__(self, location: Path, lowercases: bool = False, files: TokenizerFiles | None = None) -> None:
@@ -130,18 +130,10 @@ class Tokenizer:
     ) -> list[Text]:
         """Tokenize an encoder's texts or pairs of texts, with special tokens and segments.
 
-        Args:
-            inputs: Texts, or pairs of texts.
-            max_tokens: Longer texts are truncated between their special tokens; of a pair, the longer text first.
-            truncate_left: Truncate at the beginning instead of the end.
-            limits: Bounds on the work. A text with more tokens than they allow may be returned incomplete.
-
-        Returns:
-            One `Text` per input. Segments are empty if all are 0, or if transformers' tokenizer of this checkpoint
-            returns none: by `model_input_names` in tokenizer_config.json, or its class.
-
-        Raises:
-            InvalidRequest: A text is not valid Unicode, or exceeds the limits.
+        Texts of more than `max_tokens` are truncated between their special tokens; of a pair, the longer text first. A
+        text with more tokens than `limits` allow may be returned incomplete. Segments are empty if all are 0, or if
+        transformers' tokenizer of this checkpoint returns none: by `model_input_names` in tokenizer_config.json, or its
+        class. Raises `InvalidRequest` if a text is not valid Unicode, or exceeds the limits.
         """
         for one in inputs:
             for text in (one,) if isinstance(one, str) else one:

@@ -38,11 +38,8 @@ def measure_encoder_quality(job: QualityJob, text: Path | None, num_texts: int |
     """Compare the vectors of every precision that this machine supports with FP32's.
 
     The texts have 1 to `MAX_WORDS` words and are cut from `text`, or from the default text if None. If the settings
-    name a precision, only that one is compared. Ctrl-C keeps the texts read so far.
-
-    Raises:
-        MeasurementFailed: The model has no vectors.
-        SettingsInvalid: The text cannot be read or has too few words.
+    name a precision, only that one is compared. Ctrl-C keeps the texts read so far. Raises `MeasurementFailed` if the
+    model has no vectors, and `SettingsInvalid` if the text cannot be read or has too few words.
     """
     checkpoint = job.checkpoint
     if "embedding" not in checkpoint.encoder.outputs:

@@ -55,9 +55,8 @@ class LlamaCppPeer:
     def require(self, checkpoint: Checkpoint) -> None:
         """Check everything that a comparison needs, before minutes are spent on our own precisions.
 
-        Raises:
-            MeasurementFailed: A package or disk space is missing.
-            CheckpointInvalid: The model cannot be written as GGUF.
+        Raises `MeasurementFailed` if a package or disk space is missing, and `CheckpointInvalid` if the model cannot be
+        written as GGUF.
         """
         require_convertible(checkpoint.decoder)
         require_plain(checkpoint)

@@ -453,11 +453,9 @@ async def embed_or_predict(call: ApiCall) -> Response:
 def relevance_request(call: ApiCall, served: ServedEncoder, query: RelevanceQuery) -> EncodingRequest:
     """Return the encoding request for the relevance of documents.
 
-    For a cross-encoder, query and document are one text; for an embedding model, separate texts.
-
-    Raises:
-        WrongModelKind: The model has several labels.
-        InvalidRequest: There are several queries, and not as many as documents.
+    For a cross-encoder, query and document are one text; for an embedding model, separate texts. Raises
+    `WrongModelKind` if the model has several labels, and `InvalidRequest` for several queries, but not as many as
+    documents.
     """
     if len(served.labels) > 1:
         raise WrongModelKind(
