@@ -52,7 +52,6 @@ def percentile(samples: Sequence[float], share: float) -> float:
 
 
 def compute_spread(samples: Sequence[float]) -> Spread:
-    """Return the statistics of a non-empty list of samples."""
     return Spread(
         p50=statistics.median(samples),
         p99=percentile(samples, 0.99),
@@ -67,9 +66,9 @@ class Figure:
     """One row of the result table.
 
     `ratio` compares the value with something that `against` names. `parts` are further numbers, one column each.
-    `target` is a limit of the ratio if there is one, else of the value: a lower limit unless `at_most` is True. If
-    `is_share` is True, the ratio is a fraction of a ceiling, and outside 0 to 1 the measurement has failed. `digits`
-    are the significant digits that are printed.
+    `target` is a limit of the ratio if there is one, else of the value: a lower limit unless `at_most` is True. With
+    `is_share`, the ratio is a fraction of a ceiling, and outside 0 to 1 the measurement has failed. `digits` are the
+    significant digits that are printed.
     """
 
     name: str
@@ -120,7 +119,6 @@ class BenchOutcome:
 
     @property
     def mistakes(self) -> list[str]:
-        """Messages of all figures that cannot be correct."""
         return [figure.mistake for figure in self.figures if figure.mistake is not None]
 
     def to_json(self) -> dict[str, Any]:
@@ -145,8 +143,6 @@ PERCENTILES = ("p90", "p95")  # columns between p50 and p99
 
 
 class AdvanceProgress(Protocol):
-    """Callback that reports progress."""
-
     def __call__(self, text: str, units: float = 1, /) -> None:
         """Report `units` of completed work; `text` describes the current work."""
 
@@ -229,7 +225,6 @@ def outcome_table(outcome: BenchOutcome) -> Table:
 
 
 def _cells(figure: Figure) -> dict[str, str]:
-    """Return the cells of one row by column name."""
     return {
         "": figure.name,
         "p50": format_number(figure.value, figure.digits),

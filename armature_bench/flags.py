@@ -180,12 +180,10 @@ def bench_flags() -> dict[str, dict[str, Any]]:
 
 
 def _load_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags of `bench http`."""
     return _pattern_flags() | _request_flags() | _run_flags()
 
 
 def _pattern_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags for the kind of request, and for when requests are sent."""
     return {
         "--kind": {
             "choices": ("generate", "embed", "infer"),
@@ -219,7 +217,6 @@ def _pattern_flags() -> dict[str, dict[str, Any]]:
 
 
 def _request_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags for the content of requests."""
     length = {"type": _lengths, "metavar": "N[:N]"}
     return {
         "--prompt-tokens": length | {"help": "generate: length of the prompts, or from:to (default 128)"},
@@ -244,7 +241,6 @@ def _request_flags() -> dict[str, dict[str, Any]]:
 
 
 def _run_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags for the run and for its evaluation."""
     return {
         "--warmup": {
             "type": int,
@@ -277,7 +273,6 @@ def _run_flags() -> dict[str, dict[str, Any]]:
 
 
 def _compare_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags of `bench compare`."""
     return {
         "results": {
             "type": Path,
@@ -302,7 +297,6 @@ def _compare_flags() -> dict[str, dict[str, Any]]:
 
 
 def _published_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags of `bench published`."""
     return {
         "--only": {
             "type": lambda text: tuple(text.split(",")),
@@ -326,7 +320,6 @@ def _published_flags() -> dict[str, dict[str, Any]]:
 
 
 def cost_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags of `armature tco`."""
     return {
         "results": {
             "type": Path,

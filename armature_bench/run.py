@@ -50,9 +50,8 @@ DEFAULT_TOKENS = (128, 128)
 def run_bench(settings: Settings, arguments: Namespace) -> BenchOutcome:
     """Run a bench and return its outcome.
 
-    Raises:
-        MeasurementFailed: The measurement failed or its arguments are invalid.
-        StartupError: The model cannot be opened or planned.
+    Raises `MeasurementFailed` if it failed or its arguments are invalid, and `StartupError` if the model cannot be
+    opened or planned.
     """
     if arguments.bench == "http":
         return _measure_load(_load_job(settings, arguments), arguments.report)
@@ -69,8 +68,7 @@ def run_bench(settings: Settings, arguments: Namespace) -> BenchOutcome:
 def report_results(arguments: Namespace) -> int:
     """Compare result files in a report and return the exit status.
 
-    Raises:
-        MeasurementFailed: A file cannot be read, or flags were given that only apply to a measurement.
+    Raises `MeasurementFailed` if a file cannot be read, or flags were given that only apply to a measurement.
     """
     measuring = ("json", "url", "name", "instance", "output", "seconds", "api_key", *given_settings(arguments))
     given = [f"--{name.replace('_', '-')}" for name in measuring if getattr(arguments, name) is not None]
@@ -87,7 +85,6 @@ def report_results(arguments: Namespace) -> int:
 
 
 def _measure_load(job: LoadJob, page: Path | None) -> BenchOutcome:
-    """Run the bench, draw its picture, and write its page if one was asked for."""
     if page is not None:
         check_page(page)
     outcome = measure_load(job)
@@ -183,7 +180,6 @@ IN_PROCESS_BENCHES: Mapping[str, Callable[[Prepared, Namespace], BenchOutcome]] 
 
 
 def _http_job(settings: Settings, arguments: Namespace) -> ServerBenchJob:
-    """Return the job of a bench over HTTP. `bench/http/load.py` has these benches by name."""
     url = getattr(arguments, "url", None)
     flags = setting_flags(arguments)
     subject, tokens = url or settings.checkpoint_directory.name, getattr(arguments, "tokens", 0)
@@ -257,7 +253,7 @@ def _generation(arguments: Namespace) -> GenerateBench:
 
 
 def _objective(arguments: Namespace) -> LatencyObjective:
-    """Return the named objective or that of the flags; times that are given go before those of the name."""
+    """Return the named objective or the flags'; times that are given go before the name's."""
     named = NAMED_OBJECTIVES[arguments.slo] if arguments.slo else LatencyObjective()
     first, gap = _seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms)
     return LatencyObjective(named.ttft_seconds if first is None else first, named.itl_seconds if gap is None else gap)
@@ -305,7 +301,6 @@ REQUEST_KINDS: Mapping[str, RequestKind] = {
 
 
 def _refuse_flags(arguments: Namespace, kind: str, *names: str) -> None:
-    """Refuse flags that do not apply to this kind of request or model."""
     for name in names:
         if getattr(arguments, name) is not None:
             raise MeasurementFailed(f"--{name.replace('_', '-')} does not apply to {kind}")

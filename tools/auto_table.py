@@ -95,7 +95,6 @@ of a precision in quality is measured when the weights are packed; one over `qua
 
 
 def needs_of(config: Mapping[str, Any]) -> Needs:
-    """Return the needs of a Llama with this config.json and BF16 weights."""
     values = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "hidden_act": "silu", **config}
     model = ModelConfig.from_hf(values)
     nowhere = Path("model.safetensors")
@@ -114,7 +113,6 @@ def facts_of(host: str) -> Facts:
 
 
 def page() -> str:
-    """Return the whole page."""
     head = ("processor", "cores", "memory", "kernels", *MODELS)
     needs = [needs_of(config) for config in MODELS.values()]
     rows = [head, ["---"] * len(head), *(_row(host, facts_of(host), needs) for host in SHOWN)]
@@ -141,7 +139,6 @@ def choice(facts: Facts, needs: Needs) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page. With `--check`, return 1 if it is out of date."""
     return write_or_check(arguments, TARGET, page())
 
 

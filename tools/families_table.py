@@ -61,14 +61,12 @@ stands for all classes that begin with it.
 
 
 def page() -> str:
-    """Return the whole page."""
     served = (f"| `{name}` | {family.title} |\n" for name, family in DECODER_FAMILIES.items())
     refused = (f"| {need} | {', '.join(prefixes)} |\n" for need, prefixes in UNSUPPORTED.items())
     return HEAD + "".join(served) + REFUSED + "".join(refused)
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page. With `--check`, return 1 if it is out of date."""
     return write_or_check(arguments, TARGET, page())
 
 

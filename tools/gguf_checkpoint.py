@@ -25,7 +25,6 @@ TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "q4_k_m": 15, "bf16": 32}  # `enum llam
 
 
 def main() -> int:
-    """Write the file: as stored, or quantized by llama.cpp."""
     arguments = _arguments()
     if arguments.type is None:
         convert(arguments.checkpoint, arguments.file)
@@ -38,7 +37,6 @@ def main() -> int:
 
 
 def convert(directory: Path, file: Path) -> None:
-    """Write the checkpoint as stored, with its tokenizer."""
     checkpoint = open_checkpoint(directory)
     try:
         write_gguf(checkpoint, file, partial(_write_tokenizer, checkpoint))
@@ -80,11 +78,7 @@ def _write_tokenizer(checkpoint: Checkpoint, writer: Any) -> None:
 
 
 def byte_level(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int], list[str]] | None:
-    """Read a tokenizer that splits text as GPT-2's does.
-
-    Returns:
-        Tokens by id, their `enum llama_token_type`, and the merges; None for any other tokenizer.
-    """
+    """Return tokens by id, their `enum llama_token_type`, and the merges; None for a tokenizer unlike GPT-2's."""
     model, split = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
     if (
         model["type"] != "BPE"
@@ -102,10 +96,7 @@ def byte_level(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], l
 
 
 def quantize(whole: Path, file: Path, kind: str, *, pure: bool, threads: int) -> None:
-    """Quantize with llama.cpp.
-
-    Without `pure` it uses more precise types for some matrices, as its own command does.
-    """
+    """Quantize with llama.cpp. Without `pure` it uses more precise types for some matrices."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()

@@ -65,8 +65,7 @@ def main(arguments: list[str]) -> int:
 def install(venv: Path, kind: str) -> None:
     """Create the environment if needed, install the pins and the project, and write a stamp for make.
 
-    Raises:
-        Failed: The installation cannot continue. The message says what is missing and how to get it.
+    Raises a `Failed` that says what is missing and how to get it.
     """
     index, pool = Question(cpu_index_answers), ThreadPoolExecutor(2)
     programs = venv / "bin"
@@ -141,11 +140,7 @@ class Installer:
     progress: Progress
 
     def install(self, phase: Phase, *arguments: str, alone: bool = False) -> None:
-        """Install. `alone`: if uv fails, it is asked again for other packages.
-
-        Raises:
-            Failed: pip cannot install them either.
-        """
+        """Install. `alone`: if uv fails, it is asked again for other packages. Raises `Failed` if pip fails too."""
         if self.uv:
             # By hashes, so it does not matter which index a wheel comes from.
             command = [self.uv, "pip", "install", "--python", str(self.python), "--index-strategy=unsafe-best-match"]
@@ -170,7 +165,7 @@ def pip_options(python: Path) -> list[str]:
 
 
 class Question:
-    """A question that is asked in a thread now, and whose answer is waited for when it is needed."""
+    """A question that is asked in a thread now; its answer is waited for when it is needed."""
 
     def __init__(self, ask: Callable[[], bool]) -> None:
         self._answer = False
@@ -192,10 +187,7 @@ def torch_line(requirement: str) -> str:
 
 
 def make_venv(venv: Path, progress: Progress, phase: Phase) -> Installer:
-    """Return what installs into the environment.
-
-    An incomplete environment, for example one without pip, is created again.
-    """
+    """Return what installs into the environment. An incomplete one, for example without pip, is created again."""
     python, uv = venv / "bin" / "python", shutil.which("uv")
     installer = Installer(python, uv, progress)
     if python.exists() and succeeds([python, "-c", "import pip"]):
@@ -241,8 +233,7 @@ def choose_torch(
 ) -> tuple[str, list[str], str]:
     """Return torch's requirement, pip options and the reason.
 
-    `index_answers` and `has_cpu_build`, which looks where pip is configured to look, are called only if the answer
-    matters.
+    `index_answers` and `has_cpu_build`, which looks where pip is configured to look, are called only if needed.
     """
     arm_linux = system == "Linux" and machine in ("aarch64", "arm64")
     if system == "Darwin":
@@ -262,10 +253,7 @@ def choose_torch(
 
 
 def pip_finds(python: Path, requirement: str) -> bool:
-    """Return True if pip, as it is configured, has a wheel for the requirement NAME==VERSION, or it is installed.
-
-    pip is asked for its versions, which downloads nothing.
-    """
+    """Return True if pip has a wheel for NAME==VERSION, or it is installed. Nothing is downloaded."""
     name, _, version = requirement.partition("==")
     command = [str(python), "-m", "pip", "index", "versions", "--only-binary=:all:", name]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
@@ -287,7 +275,6 @@ def build_tools() -> list[str]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Return True if the driver or nvidia-smi is present."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 

@@ -148,7 +148,7 @@ def pins() -> dict[str, str]:
 
 
 def all_pins(file: str = "runtime.txt") -> dict[str, str]:
-    """Return the pins of a file in requirements/ by name; those of serving have no torch."""
+    """Return the pins of a file in requirements/ by name; for serving without torch."""
     text = (ROOT / "requirements" / file).read_text(encoding="utf-8")
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     return {re.split("[=<>;]", line)[0].strip(): line for line in lines if line}
@@ -184,7 +184,6 @@ def torch_line(lock: Lock) -> str:
 
 
 def found(lock: Lock, requirements: list[str], *options: str) -> list[Any]:
-    """Return the packages that pip would install on that image's platform."""
     return report([f"--python-version={PYTHON}", *lock.platforms, *options], requirements)
 
 

@@ -54,8 +54,7 @@ def main(arguments: list[str]) -> int:
 def make(wanted: str, progress: Progress, programs: Path) -> None:
     """Put the library into armature_kernels as one phase. `programs`: a folder that may have cmake and ninja.
 
-    Raises:
-        Failed: The compiler failed. Its absence is no failure.
+    Raises `Failed` if the compiler failed. Its absence is no failure.
     """
     with progress.phase("native library") as phase:
         if is_current(wanted):
@@ -67,7 +66,6 @@ def make(wanted: str, progress: Progress, programs: Path) -> None:
 
 
 def library_path() -> Path:
-    """Return where the library of a checkout is."""
     return KERNELS / ("libarmature.dylib" if platform.system() == "Darwin" else "libarmature.so")
 
 
@@ -115,7 +113,7 @@ def processor_levels() -> str:
 
 
 def prebuilt(progress: Progress) -> Path | None:
-    """Take the library out of a wheel in `ARMATURE_WHEELS` that has one of these sources; return that wheel.
+    """Take the library of these sources out of a wheel in `ARMATURE_WHEELS`; return that wheel.
 
     The digest of the sources is compared, so the library of another version cannot be used by mistake.
     """

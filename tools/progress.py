@@ -109,7 +109,6 @@ class Progress:
             self.say(f"{number} {phase.name}: {time.monotonic() - phase.began:.0f} s{result}")
 
     def say(self, line: str) -> None:
-        """Print a line of its own."""
         with self._lock:
             self._clear()
             print(line, file=self._out, flush=True)
@@ -118,11 +117,7 @@ class Progress:
     def run(
         self, phase: Phase, command: Sequence[str | Path], environment: Mapping[str, str] | None = None
     ) -> list[str]:
-        """Run a program, and return the last lines of its output.
-
-        Raises:
-            Failed: It ended with another status than 0. The message has these lines.
-        """
+        """Run a program, and return the last lines of its output, which are also in the message of `Failed`."""
         everything = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
         with self._lock:
             if self._stopped:

@@ -134,10 +134,7 @@ PARTS: Mapping[str, Part] = {
 
 
 def main() -> int:
-    """Run the parts; progress goes to stderr.
-
-    Returns 1 if a check failed and 130 after Ctrl-C; all containers are removed.
-    """
+    """Run the parts; progress goes to stderr. Return 1 if a check failed and 130 after Ctrl-C."""
     arguments = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if shutil.which("docker") is None or docker("version", check=False).returncode != 0:

@@ -89,7 +89,6 @@ def _tokenizer(size: int) -> Tokenizer:
 
 
 def main() -> None:
-    """Write the checkpoint that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("directory", type=Path)

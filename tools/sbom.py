@@ -45,8 +45,6 @@ LINE = re.compile(r"(?P<name>[^=\s]+)===?(?P<version>\S+) --hash=sha256:(?P<sha2
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """One line of a lock."""
-
     name: str
     version: str
     sha256: str

@@ -49,7 +49,6 @@ def serving() -> Iterator[str]:
 
 
 def is_ready(url: str) -> bool:
-    """Return True once the server answers that it is ready."""
     try:
         with urllib.request.urlopen(f"{url}/readyz") as response:
             return bool(response.status == 200)
@@ -59,7 +58,6 @@ def is_ready(url: str) -> bool:
 
 @contextmanager
 def load(url: str) -> Iterator[None]:
-    """Keep some streams running."""
     over = threading.Event()
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 256, "ignore_eos": True}).encode()
     request = urllib.request.Request(f"{url}/generate", body, {"content-type": "application/json"})
@@ -99,13 +97,11 @@ def show_talk(page: Any, url: str) -> None:
 
 
 def show_machine(page: Any, url: str) -> None:
-    """Show the machine and the plan."""
     page.goto(f"{url}/#machine")
     page.locator(".lead").wait_for()
 
 
 def show_now(page: Any, url: str) -> None:
-    """Show the server under load."""
     page.goto(f"{url}/#now")
     page.locator(".card").first.wait_for()
     with load(url):
@@ -128,7 +124,6 @@ PICTURES: dict[str, Callable[[Any, str], None]] = {"talk": show_talk, "machine":
 
 
 def save(picture: bytes, path: Path) -> None:
-    """Write a picture with few colours."""
     from PIL import Image
 
     reduced = Image.open(BytesIO(picture)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
@@ -136,7 +131,6 @@ def save(picture: bytes, path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pictures that are named, or all."""
     from playwright.sync_api import sync_playwright
 
     unknown = set(arguments) - set(PICTURES)

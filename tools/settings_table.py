@@ -25,7 +25,6 @@ TABLE = """
 
 
 def page() -> str:
-    """Return the whole page."""
     return HEAD + "".join(map(_table, SETTING_GROUPS))
 
 
@@ -37,7 +36,6 @@ def _table(group: Group) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page. With `--check`, return 1 if it is out of date."""
     return write_or_check(arguments, TARGET, page())
 
 

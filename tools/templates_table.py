@@ -51,7 +51,7 @@ and a forced call has the form that the template's text names, or that of Hermes
 
 
 def row(name: str, form: TemplateForm, formats: Sequence[ToolFormat | ReasoningFormat | None]) -> str:
-    """Return the table's row of a template, whose `formats` are that of calls and that of reasoning."""
+    """Return the table's row of a template; `formats` are of calls and of reasoning."""
     rules = form.system
     places = "all" if rules.later else "first" if rules.first else "to the user"
     if not form.calls:
@@ -69,7 +69,6 @@ def row(name: str, form: TemplateForm, formats: Sequence[ToolFormat | ReasoningF
 
 
 def page(folder: Path) -> str:
-    """Return the whole page from the templates of a folder."""
     rows = []
     for path in sorted(folder.glob("*.jinja"), key=lambda one: one.stem.lower()):
         template = ChatTemplate(path.read_text(encoding="utf-8"), TOKENS)
@@ -79,7 +78,7 @@ def page(folder: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page. With `--check`, return 1 if it is out of date; without the templates, return 2."""
+    """Return 1 with `--check` if the page is out of date; without the templates, return 2."""
     folder = default_directory() / "templates"
     if not folder.is_dir():
         print("there are no templates: make real-formats", file=sys.stderr)

@@ -52,7 +52,6 @@ class CallRecorder:
         sys.setprofile(self.on_event)
 
     def uninstall(self) -> None:
-        """Stop profiling in this thread and in threads that start later."""
         self.recording = False
         threading.setprofile(None)
         sys.setprofile(None)
@@ -68,7 +67,6 @@ class CallRecorder:
             self.functions[threading.current_thread().name].add((file, code.co_qualname))
 
     def files(self) -> dict[str, list[str]]:
-        """Return the files that each thread passed through, by thread name."""
         return {name: sorted({file for file, _ in functions}) for name, functions in self.functions.items()}
 
 
@@ -156,7 +154,6 @@ def is_ready(url: str) -> bool:
 
 
 def as_json(recorder: CallRecorder) -> dict[str, object]:
-    """Return the number of files, functions and calls, and the files by thread."""
     files = recorder.files()
     return {
         "files": len({file for of_thread in files.values() for file in of_thread}),

@@ -146,11 +146,7 @@ def scraped(server: str) -> str:
 
 
 def find(places: Sequence[str], kubernetes: str = "") -> list[str]:
-    """Return HOST:PORT of every server in these places, in a stable order and each once.
-
-    Raises:
-        NotFound: A place did not answer, or has no servers.
-    """
+    """Return HOST:PORT of every server, in a stable order and each once. Raises `NotFound`."""
     found: dict[str, None] = {}
     for place in places:
         kind, _, rest = place.partition(":")
@@ -212,9 +208,9 @@ def _by_endpoints(service: str, api: str) -> list[str]:
 
 
 def _by_records(name: str) -> list[str]:
-    """Return the targets of the SRV records of a name, asked of the first name server of /etc/resolv.conf over TCP.
+    """Return the targets of a name's SRV records, asked of the first name server of /etc/resolv.conf.
 
-    TCP, since a fleet's records may exceed a datagram.
+    Over TCP, since a fleet's records may exceed a datagram.
     """
     server = next(line.split()[1] for line in RESOLVER.read_text().splitlines() if line.startswith("nameserver"))
     number = secrets.randbits(16)
@@ -228,10 +224,9 @@ def _by_records(name: str) -> list[str]:
 
 
 def read_records(reply: bytes, number: int, question: int) -> list[str]:
-    """Return HOST:PORT of the SRV records in a DNS reply to a question that is `question` bytes long (RFC 1035, 2782).
+    """Return HOST:PORT of the SRV records in a DNS reply to a question of `question` bytes (RFC 1035, 2782).
 
-    Raises:
-        ValueError: The reply belongs to another question or reports an error.
+    Raises `ValueError` if the reply belongs to another question or reports an error.
     """
     told, flags, _, answers = struct.unpack_from(">4H", reply)
     if told != number or flags & 0xF:
@@ -308,7 +303,7 @@ def once(arguments: argparse.Namespace) -> int:
 
 
 def _guessed(file: Path) -> set[str]:
-    """Return the servers whose weight in the file is a guess."""
+    """Return the servers that have a guessed weight in the file."""
     text = file.read_text() if file.exists() else ""
     return {LINE.findall(line)[0][0] for line in text.splitlines() if line.endswith("# a guess")}
 

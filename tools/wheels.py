@@ -39,7 +39,6 @@ class Unfit(Exception):
 
 
 def main() -> int:
-    """Build one wheel for each architecture."""
     if platform.system() != "Linux":
         print(
             "wheels: manylinux wheels can only be built on Linux; `make build` builds one for this machine",
@@ -113,8 +112,7 @@ def build(machine: str, cross: bool, folder: Path) -> Path:
 def platform_tag(wheel: Path, machine: str, work: Path) -> str:
     """Return the platform tag, for example `manylinux_2_17_x86_64`.
 
-    Raises:
-        Unfit: The wheel contains or needs other libraries, or newer symbols than torch's libgomp has.
+    Raises `Unfit` if the wheel contains or needs other libraries, or newer symbols than torch's libgomp has.
     """
     with zipfile.ZipFile(wheel) as archive:
         binaries = [name for name in archive.namelist() if ".so" in name]

@@ -27,9 +27,9 @@ PARTLY_PUBLIC_PATH = "/info"
 class AccessRules:
     """Rules of the operator.
 
-    `requests_per_minute` and `tokens_per_minute` are for each key, or address without one; None: unlimited. Host names
-    may begin with `*.`; none: any host. With `only_loopback`, only names of this machine's loopback addresses are
-    answered, on every route. Origins are those of other sites' web pages; `*`: all.
+    Rates are for each key, or address without one; None: unlimited. Host names may begin with `*.`; none: any host.
+    With `only_loopback`, only names of this machine's loopback addresses are answered, on every route. Origins are
+    other sites' web pages; `*`: all.
     """
 
     requests_per_minute: int | None = None
@@ -51,10 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def host_name(text: str) -> str | None:
-    """Return the name or address in a `Host` header or a setting, in one spelling, without port and final dot.
-
-    None if it is none.
-    """
+    """Return a `Host` header or a setting in one spelling, without port and final dot; None if it names no host."""
     found = _HOST.fullmatch(text.lower()) if len(text) <= _MAX_HOST_BYTES else None
     if found is None:
         return None
@@ -79,11 +76,9 @@ def is_loopback_name(name: str) -> bool:
 
 
 class ApiKeys:
-    """Hashes of the keys that clients may send. Those of a file follow its changes.
+    """Hashes of the keys that clients may send. They follow changes of `file`; None: the keys never change.
 
-    Args:
-        read: Return all keys. Raises a `StartupError` if the file has none.
-        file: The file, looked at for each request; None: the keys never change.
+    `read` returns all keys, and raises a `StartupError` if the file has none.
     """
 
     def __init__(self, read: Callable[[], Collection[str]], file: Path | None = None) -> None:
@@ -130,10 +125,8 @@ class ApiKeys:
 class AccessControl:
     """Check of each request's head.
 
-    Args:
-        rules: Host names and rates.
-        api_keys: Keys that clients may send; if there is none at the start, no key is needed.
-        public: Method and path of the requests that need no key, and to which no rule applies.
+    If there is no key at the start, none is needed. `public` has method and path of requests that need no key and
+    follow no rule.
     """
 
     def __init__(
@@ -184,7 +177,6 @@ class AccessControl:
         return account
 
     def _find_key(self, scope: Scope) -> bytes | None:
-        """Return the hash of the request's key if it is known."""
         scheme, _, key = header(scope, b"authorization").partition(b" ")
         if scheme.lower() != b"bearer":
             key = header(scope, b"x-api-key")  # of Anthropic's clients
@@ -208,7 +200,7 @@ class AccessControl:
 
 
 def _pattern(allowed: str) -> str:
-    """Return a name of `allowed_hosts` in the spelling of `host_name`; `*`, and what begins with `*.`, stay patterns."""
+    """Return a name of `allowed_hosts` in the spelling of `host_name`; `*` and a beginning of `*.` stay patterns."""
     text = allowed.lower()
     if text == "*" or text.startswith("*."):
         return text.removesuffix(".")
@@ -218,7 +210,6 @@ def _pattern(allowed: str) -> str:
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """Return the first header of that name, or nothing."""
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 

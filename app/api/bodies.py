@@ -1,8 +1,8 @@
 """Request bodies: decompression, the pace at which they must arrive, and the memory that large ones share.
 
-A small body is never refused for the size of others: connections bound their number. A large one takes all of its memory
-before the rest of it is read, so that what has memory can arrive, and gives it back once it is parsed. While there is
-none, it waits: uploads that have stalled are ended for it, and the address that holds least is served first.
+A small body is never refused for the size of others: connections bound their number. A large one takes all of its
+memory before the rest of it is read, and gives it back once it is parsed. While there is none, it waits: uploads that
+have stalled are ended for it, and the address that holds least is served first.
 """
 
 from __future__ import annotations
@@ -81,13 +81,7 @@ class BodyDecoder:
 
 
 class BodyShare:
-    """The memory of one large body.
-
-    Args:
-        address: Of its client.
-        num_bytes: What it may have at most, later what it has.
-        end: End its upload; None once it is complete.
-    """
+    """The memory of one large body, at most `num_bytes`. `end` ends its upload; None once it is complete."""
 
     __slots__ = ("address", "end", "num_bytes", "num_new", "progressed_at")
 
@@ -97,7 +91,6 @@ class BodyShare:
         self.progressed_at, self.num_new = 0.0, 0
 
     def bring(self, num_bytes: int, now: float) -> None:
-        """Note that bytes have arrived."""
         self.num_new += num_bytes
         if self.num_new >= STALLED_BYTES:
             self.progressed_at, self.num_new = now, 0
@@ -115,11 +108,7 @@ class BodyMemory:
         self._timer: asyncio.TimerHandle | None = None
 
     async def take(self, share: BodyShare) -> None:
-        """Wait until there is memory for a body.
-
-        Raises:
-            Overloaded: There is none for too long, or too many bodies wait.
-        """
+        """Wait until there is memory for a body. Raises `Overloaded` after too long, or if too many wait."""
         if not self._waiting and self.num_bytes + share.num_bytes <= self._max_bytes:
             self._add(share)
             return
@@ -161,7 +150,7 @@ class BodyMemory:
             del self._bytes_of[share.address]
 
     def _grant(self) -> None:
-        """Give memory to those that wait, first to the address that holds least."""
+        """Give memory to waiting bodies, first to the address that holds least."""
         waiting = [share for share, future in self._waiting.items() if not future.done()]
         while waiting:
             share = min(waiting, key=lambda each: self._bytes_of[each.address])
@@ -190,8 +179,7 @@ class BodyMemory:
     def _refuse_one(self, address: Hashable) -> None:
         """Refuse the last body that waits, of the address with the most of them.
 
-        Raises:
-            Overloaded: It is the new one, from `address`.
+        Raises `Overloaded` if it is the new one, from `address`.
         """
         numbers = Counter(share.address for share in self._waiting)
         numbers[address] += 1
@@ -209,12 +197,7 @@ def _no_memory() -> Overloaded:
 
 
 class ArrivingBody:
-    """The body of one request, until it is parsed. ApiCall `release` in the end.
-
-    Args:
-        scope: The request.
-        memory: What large bodies share.
-    """
+    """The body of one request, until it is parsed. `release` it in the end."""
 
     __slots__ = (
         "_began_at", "_check", "_inflate", "_limit", "_memory", "_num_new", "_parts", "_receive", "_scope", "_share", "_timer", "content",
@@ -230,10 +213,7 @@ class ArrivingBody:
         self.content = b""
 
     async def read(self, find_check: Callable[[Scope], Awaitable[BodyCheck | None]]) -> None:
-        """Read the body to its end.
-
-        Args:
-            find_check: Return the check of a large body while it arrives, or None.
+        """Read the body to its end. `find_check` returns the check of a large body while it arrives, or None.
 
         Raises:
             RequestError: It is too large, is refused by its check, or has no memory.
@@ -337,5 +317,4 @@ def _body_limit(scope: Scope) -> int:
 
 
 def too_large(limit: int) -> BodyTooLarge:
-    """Return the error of a body over the limit."""
     return BodyTooLarge(f"The body may have at most {limit} bytes.")

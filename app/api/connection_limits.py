@@ -34,35 +34,32 @@ def client_network(client: tuple[str, int] | None) -> Hashable:
 
 
 class BoundedConnection(Protocol):
-    """A connection as the limits see it."""
-
     address: Hashable
 
-    def drop(self) -> None:
-        """Close the connection."""
+    def drop(self) -> None: ...
 
     def refuse(self) -> None:
         """Say that there are too many connections, and close this one."""
 
 
 class ReadingConnection(Protocol):
-    """A connection whose client may not read."""
+    """A connection with a client that may not read."""
 
     @property
     def num_unsent(self) -> int:
         """Bytes that wait until the client reads."""
 
-    def drop_slow(self, reason: str) -> None:
-        """Close the connection."""
+    def drop_slow(self, reason: str) -> None: ...
 
 
 @dataclass
 class ConnectionLimits:
     """Bounds of a server and their state. Used on the event loop only.
 
-    `idle` has the connections without a request and the TLS handshakes, the longest idle first; `receiving` those whose
-    request has not arrived completely, the oldest first; `unread` those whose client does not read, the longest unread
-    first; `reserved` those beyond the limit. `count_error` is told status and code of errors that no application answers.
+    `idle` has the connections without a request and the TLS handshakes, the longest idle first; `receiving` the
+    connections with an incomplete request, the oldest first; `unread` the connections with a client that does not read,
+    the longest unread first; `reserved` the connections beyond the limit. `count_error` is told status and code of
+    errors that no application answers.
     """
 
     max_connections: int = 10_000
@@ -96,7 +93,6 @@ class ConnectionLimits:
         return False
 
     def leave(self, connection: BoundedConnection) -> None:
-        """Count a connection no longer."""
         self.num_connections -= 1
         self._per_address[connection.address] -= 1
         if not self._per_address[connection.address]:
@@ -111,8 +107,8 @@ class ConnectionLimits:
     def _expendable(self) -> BoundedConnection | None:
         """Return the connection to close for a new one.
 
-        It is an idle one, or else one whose request does not arrive, of the address with the most connections: nobody
-        can close other clients' requests by opening connections.
+        It is an idle one, or else one with a request that does not arrive, of the address with the most connections:
+        nobody can close other clients' requests by opening connections.
         """
         most = max(self._per_address.values())
         largest = (each for each in self.idle if self._per_address[each.address] == most)

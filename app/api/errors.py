@@ -1,7 +1,7 @@
 """Conversion of exceptions to HTTP responses: the only place with status codes, and the native format of error bodies.
 
-Each other dialect has an `ErrorFormat` with its schemas. All other code raises `RequestError`s, which know no HTTP.
-The gate (`RequestGate`) converts what no other handler has caught.
+All other code raises `RequestError`s, which know no HTTP. The gate (`RequestGate`) converts what no other handler has
+caught.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ INTERNAL_MESSAGE = "The server failed to answer this request. Its log, under the
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error in terms of HTTP, before a dialect formats its body."""
-
     status: int
     code: str
     message: str
@@ -99,7 +97,6 @@ class ErrorFormat:
     model: type
 
     def response(self, error: Exception) -> JSONResponse:
-        """Return the complete response for an exception."""
         http_error = to_http_error(error)
         return JSONResponse(self.body(http_error), http_error.status, headers=http_error.headers)
 

@@ -11,8 +11,8 @@
 - responses of unknown length to HTTP/1.0 clients end with the connection instead of being chunked;
 - clients that close only their side of the connection get the response to a complete request;
 - a client that does not read loses its connection, and the bytes that wait for all such clients are bounded;
-- a bound on connections: an idle one is closed for a new one, or one whose request does not arrive, or only probes are
-  answered on the new one;
+- a bound on connections: an idle one, or one with a request that does not arrive, is closed for a new one, or only
+  probes are answered on the new one;
 - JSON for the errors that are found before there is a request.
 """
 
@@ -114,7 +114,6 @@ class BoundedProtocol(HttpToolsProtocol):
     # ---- the connection ----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the connection and start the deadline of the first head."""
         super().connection_made(transport)
         self.flow: _HeldFlow = _HeldFlow(transport)
         self.address = client_network(self.client)
@@ -128,7 +127,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._deadline = self.loop.call_later(RESERVED_SECONDS, self.refuse)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel all timers."""
         self.limits.leave(self)
         self.limits.unread.pop(self, None)
         self._unparsed = b""
@@ -151,7 +149,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def refuse(self) -> None:
-        """Say that there are too many connections, and close this one."""
         self.limits.forget(self)
         if not self.transport.is_closing():
             self._send_error(_TOO_MANY)
@@ -191,7 +188,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._deadline = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self.transport.abort)
 
     def _parse(self) -> None:
-        """Parse what has arrived, until a request waits for the response in progress."""
         try:
             while self._num_parsed < len(self._unparsed) and not self.pipeline and self._broken_by is None:
                 self._feed(self._next_part())
@@ -262,7 +258,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Collect the path."""
         if not self._resuming:
             super().on_url(url)
 
@@ -302,7 +297,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _use_host_of_target(self) -> None:
-        """Replace the request's host by that of its target, `http://host/path` (RFC 9112, section 3.2.2)."""
+        """Replace the request's host by its target's, `http://host/path` (RFC 9112, section 3.2.2)."""
         _, separator, rest = self.url.partition(b"://")
         authority = rest.partition(b"/")[0].partition(b"?")[0] if separator else b""
         names = [index for index, (name, _) in enumerate(self.headers) if name == b"host"]
@@ -312,7 +307,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.headers.append((b"host", authority))
 
     def on_body(self, body: bytes) -> None:
-        """Reset the count of bytes."""
         self._unfinished_bytes = 0
         if not self._has_coding:
             self._most_of_body -= len(body)
@@ -338,7 +332,6 @@ class BoundedProtocol(HttpToolsProtocol):
     # ---- responses ---------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        """Start the next request, or wait for one."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._watch_reader()
@@ -390,7 +383,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def num_unsent(self) -> int:
-        """Bytes that wait until the client reads."""
         return int(self.transport.get_write_buffer_size())
 
     def pause_writing(self) -> None:
@@ -422,7 +414,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def drop_slow(self, reason: str) -> None:
-        """Close the connection of a client that does not read."""
         log.info("a connection is closed: %s (%d bytes)", reason, self.num_unsent)
         self.drop()
 
@@ -446,7 +437,7 @@ class BoundedProtocol(HttpToolsProtocol):
 async def _serve_unchunked(
     app: ASGIApp, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Serve an HTTP/1.0 request, whose response of unknown length ends with the connection (RFC 9112, section 6.3)."""
+    """Serve an HTTP/1.0 request: a response of unknown length ends with the connection (RFC 9112, section 6.3)."""
     has_length = False
 
     async def send_unchunked(message: Message) -> None:
@@ -466,5 +457,4 @@ ProtocolFactory = Callable[..., BoundedProtocol]
 
 
 def protocol_factory(limits: ConnectionLimits) -> ProtocolFactory:
-    """Return the class of connections that share these limits, in the form that uvicorn takes."""
     return partial(BoundedProtocol, limits=limits)

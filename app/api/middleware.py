@@ -1,9 +1,8 @@
 """Everything between the connection and the endpoints: the request gate, limits on the body, and disconnects.
 
-`RequestGate` is the entry point of every request. It assigns the request id, checks host, API key and rate, limits the body's
-size (also decompressed), detects disconnects and has the last exception handler. It is plain ASGI, since a middleware
-that runs requests in its own tasks hides disconnects. Nothing else cancels a handler whose client has left, unless it
-is streaming, and then only at its next event.
+`RequestGate` is the entry point of every request. It is plain ASGI, since a middleware that runs requests in its own
+tasks hides disconnects. Nothing else cancels a handler after its client has left, unless it is streaming, and then only
+at its next event.
 """
 
 from __future__ import annotations
@@ -117,8 +116,8 @@ def _no_count(scope: Scope, status: int, code: str) -> None:
 class RequestObserver:
     """Where requests are reported.
 
-    `count` takes a response's status and the code of its error, empty if there is none. `begin_span` begins the span of
-    a request, or returns None if it is not traced.
+    `count` takes a response's status and the code of its error, empty if there is none. `begin_span` returns None if
+    the request is not traced.
     """
 
     count: Callable[[Scope, int, str], None] = _no_count
@@ -128,12 +127,7 @@ class RequestObserver:
 class RequestGate:
     """ASGI middleware around the application. Its only state is the memory of large bodies.
 
-    Args:
-        app: The application.
-        access: Check of host names, keys and rates.
-        error_format: The error format of a path.
-        body_check: Return the check of a request's body while it arrives, or None. It is asked for large bodies only.
-        observer: Where requests are counted and traced.
+    `body_check` returns the check of a request's body while it arrives, or None. It is asked for large bodies only.
     """
 
     def __init__(
@@ -206,8 +200,8 @@ class RequestGate:
 class ResponseSender:
     """Sender of the response to one client. It adds the request id and tracks how far the response is.
 
-    `status` is that of the response, or `CLIENT_LEFT` before there is one. `error` is the code of the error that was sent.
-    With `traceresponse`, the response has this header. `is_stream` is true for events and for lines of JSON.
+    `status` is `CLIENT_LEFT` before there is a response. `error` is the code of the error that was sent. With
+    `traceresponse`, the response has this header. `is_stream` is true for events and for lines of JSON.
     """
 
     def __init__(self, scope: Scope, send: Send, error_format: Callable[[str], ErrorFormat]) -> None:
@@ -224,7 +218,6 @@ class ResponseSender:
 
     @property
     def has_ended(self) -> bool:
-        """True once all of the response was sent."""
         return self._ended
 
     async def send(self, message: Message) -> None:
@@ -251,7 +244,7 @@ class ResponseSender:
             await asyncio.sleep(0)
 
     async def send_error(self, error: Exception) -> None:
-        """Send an error to the client if that is still possible: as a response, or as the last event of a stream.
+        """Send an error if that is still possible: as a response, or as the last event of a stream.
 
         Call `end` afterwards.
         """

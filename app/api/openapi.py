@@ -38,10 +38,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def describe(routes: Iterable[Route], needs_key: bool) -> dict[str, Any]:
-    """Return the OpenAPI document of all routes. With `needs_key`, those that are not public need an API key.
+    """Return the OpenAPI document. With `needs_key`, routes that are not public need an API key.
 
-    FastAPI adds the schemas of request and response bodies. Those of errors and of stream events are added here:
-    their responses refer to them by name.
+    FastAPI adds the schemas of request and response bodies. Errors and stream events are added here: their responses
+    refer to them by name.
     """
     described = list(routes)
     document = get_openapi(
@@ -59,7 +59,6 @@ def describe(routes: Iterable[Route], needs_key: bool) -> dict[str, Any]:
 
 
 def _path_operation(route: Route, needs_key: bool) -> APIRoute:
-    """Return FastAPI's route, which describes parameters, body, responses and security."""
     options = dict(route.openapi)
     extra = dict(options.pop("openapi_extra", {}))
     _, path_format, names = compile_path(route.path)
@@ -84,7 +83,7 @@ def _path_operation(route: Route, needs_key: bool) -> APIRoute:
 
 
 def _signed(route: Route) -> Any:
-    """Return a function whose only parameter is the route's body, as FastAPI reads it."""
+    """Return a function with the route's body as its only parameter, as FastAPI reads it."""
 
     async def operation() -> None:
         """See the summary."""

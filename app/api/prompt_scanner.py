@@ -21,13 +21,9 @@ _MESSAGE_PATHS = ("messages[]", "input[]")
 class PromptScanner:
     """Search of a JSON body, while it arrives, for a prompt that certainly has more tokens than `limit`.
 
-    It reads no further than its bounds on marks and depth, and finds nothing then. A message's text counts only if the
-    message says before it that it is the user's: a chat template may leave out parts of others.
-
-    Args:
-        paths: Where prompts are, such as `prompt` or `messages[].content`.
-        new_count: Return a new count of tokens.
-        limit: Number of tokens that a prompt may have.
+    It reads no further than its bounds on marks and depth. A message's text counts only if the message says before it
+    that it is the user's: a chat template may leave out parts of others. `paths` say where prompts are, such as
+    `prompt` or `messages[].content`.
     """
 
     def __init__(self, paths: Collection[str], new_count: Callable[[], LeastTokens], limit: int) -> None:
@@ -41,8 +37,7 @@ class PromptScanner:
     def feed(self, body: bytearray) -> int | None:
         """Read what has arrived since the last call. `body` has everything from the beginning.
 
-        Returns:
-            The number of tokens that a prompt has at least, if that is more than the limit.
+        Return the least number of tokens of a prompt, if that is more than the limit.
         """
         while self._position < len(body) and self._num_marks < _SCANNED_MARKS:
             if self._string_start is None:
@@ -78,7 +73,6 @@ class PromptScanner:
 
     @property
     def _path(self) -> str:
-        """Path of the present value."""
         return "".join("[]" if kind == "[" else f".{name}" for kind, name in self._frames)[1:]
 
     def _start_string(self) -> None:

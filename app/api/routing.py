@@ -1,11 +1,11 @@
 """Routes of the API dialects: each is declared once, with its path, body, responses, errors, labels and function.
 
 A dialect's functions are translations. The handler of a kind of route (`generates`, `encodes`, `get`, `post`) does what
-all of them share: it parses the body, checks the model, counts refusals, asks the service, and writes the response. What
-else depends on routes is derived from the declarations: the table by which requests find them, error formats, public
-paths, labels of metrics and traces, prompts that are weighed while they arrive, and the OpenAPI document (`openapi.py`).
+all of them share: it parses the body, checks the model, counts refusals, asks the service, and writes the response.
+Error formats, public paths, labels, checks of prompts and the OpenAPI document are derived from the declarations.
 
-There is one router, `RouteTable`. FastAPI's layers and its router take a fifth of the event loop's time for a short text.
+There is one router, `RouteTable`. FastAPI's layers and its router take a fifth of the event loop's time for a short
+text.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class Lifespan(Protocol):
     async def start(self) -> None:
         """Start; called once when the server begins to listen."""
 
-    async def stop(self) -> None:
-        """Stop; called once at shutdown."""
+    async def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class NewNames:
         self._lock = threading.Lock()
 
     def find(self, kind: str, names: Collection[str]) -> list[str]:
-        """Return those of the names that are new, cut to a bounded length; none once there are too many of the kind."""
+        """Return the new names, cut to a bounded length; none once there are too many of the kind."""
         with self._lock:
             seen = self._seen.setdefault(kind, set())
             new = []
@@ -102,8 +101,8 @@ class NewNames:
 class ApiRuntime:
     """Everything that the endpoints use.
 
-    `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request.
-    `page`: the web page is served. `tracer` None: no request is traced. `capacity` returns tokens per second by phase
+    `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request. With
+    `page`, the web page is served. `tracer` None: no request is traced. `capacity` returns tokens per second by phase
     and rows, empty while unknown.
     """
 
@@ -163,10 +162,7 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
 def check_model(runtime: ApiRuntime, name: str | None, *, in_path: bool = False) -> str:
     """Return the name that answers have: the served model's first one, or the adapter's if `name` is an adapter's.
 
-    None and names of the model itself are the model. `in_path`: the name is not in a body.
-
-    Raises:
-        ModelNotFound: Nothing of this name is served.
+    None and names of the model itself are the model. `in_path`: the name is not in a body. Raises `ModelNotFound`.
     """
     served, names = runtime.service.model.name, runtime.names
     if name is None or name == served or name in names.aliases:
@@ -182,7 +178,7 @@ def check_model(runtime: ApiRuntime, name: str | None, *, in_path: bool = False)
 
 
 def served_names(runtime: ApiRuntime) -> list[str]:
-    """Return the names that requests may give as the model: those of the model itself, and its adapters."""
+    """Return the names that requests may give as the model, adapters included."""
     adapters = [adapter.name for adapter in runtime.service.adapters]
     return list(dict.fromkeys([runtime.service.model.name, *runtime.names.aliases, *adapters]))
 
@@ -214,7 +210,7 @@ class Reply(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Encoding(Generic[T]):
-    """What a body was translated to: a request of the service, and a function that writes the result as JSON, a `T`."""
+    """What a body was translated to: a request, and a function that writes the result as JSON, a `T`."""
 
     request: EncodingRequest
     write: Callable[[Encoded], Awaitable[bytes]]
@@ -231,13 +227,11 @@ class ApiCall:
 
     @property
     def runtime(self) -> ApiRuntime:
-        """The runtime of the application."""
         runtime: ApiRuntime = self.request.app.state.runtime
         return runtime
 
     @property
     def service(self) -> Service:
-        """The service."""
         return self.runtime.service
 
     @property
@@ -247,7 +241,6 @@ class ApiCall:
         return identity
 
     async def forward(self, route: Route) -> Response:
-        """Return the response of another route to this request."""
         return await route.respond(ApiCall(route, self.request))
 
     async def read(self) -> bytes:
@@ -274,8 +267,7 @@ class ApiCall:
         The content type must be JSON: a browser lets any web page post other types to this server without a CORS
         preflight. Where the dialect's clients send none, only a browser's request must say so, which has an `Origin`.
 
-        Raises:
-            InvalidRequest: The content type is not JSON, the body is empty or does not match.
+        Raises `InvalidRequest` if the content type is not JSON, or the body is empty or does not match.
         """
         headers = self.request.headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -304,7 +296,6 @@ class ApiCall:
         return parse_body(self.route.body, body, self.report_ignored)
 
     def report_ignored(self, api: Api, names: Collection[str]) -> None:
-        """Count and log the ignored fields of this body."""
         self.runtime.report_ignored(api, names)
 
 
@@ -319,11 +310,9 @@ class Route:
 
     Attributes:
         serve: The dialect's function; `respond` is the handler that calls it.
-        body: Type of the body; None without one.
         response: Type of the JSON response, and `event` of the events of a stream, in `encoding`.
         statuses: Errors besides those that the kind of route has.
         other_errors: Format of the errors of bodies with the field `other_field`; of all bodies if that is empty.
-        api: Label of metrics.
         operation: `gen_ai.operation.name` of traces: where OpenTelemetry has no name, ours; empty where the body
             decides. None: requests are not traced.
         prompts: Where the body has prompts; the first field is named in errors.
@@ -372,13 +361,10 @@ Paths = str | tuple[str, ...]
 
 
 class Dialect:
-    """An API dialect: the routes of one tag, whose errors have one format.
+    """An API dialect: the routes of one tag, with one format of errors.
 
-    Args:
-        tag: Its name in the OpenAPI document.
-        errors: Format of its error bodies.
-        public: Its routes need no API key. Probes, scrapers and a browser's address bar have none.
-        needs_type: Bodies must have the content type of JSON.
+    `public`: its routes need no API key; probes, scrapers and a browser's address bar have none. `needs_type`: bodies
+    must have the content type of JSON.
     """
 
     def __init__(
@@ -426,7 +412,6 @@ class Dialect:
 
 
 def _response_types(answer: Any) -> dict[str, Any]:
-    """Return the types of response and event that a function's annotation names."""
     if get_origin(answer) in (Union, UnionType):  # a generation or an encoding, or a reply without one
         kinds = [each for each in get_args(answer) if get_origin(each) in (Generation, Encoding, Reply)]
         answer = kinds[0] if kinds else answer
@@ -470,7 +455,6 @@ def _rendered(answer: Any) -> Response:
 
 
 async def _generate(call: ApiCall) -> Response:
-    """Translate a body to requests of the service, and return their response."""
     route, runtime = call.route, call.runtime
     assert route.encoding is not None, "a generating route has an encoding of its events"
     with renamed_fields(route.field_names):
@@ -490,7 +474,6 @@ async def _generate(call: ApiCall) -> Response:
 
 
 async def _encode(call: ApiCall) -> Response:
-    """Translate a body to a request of the service, and return what the encoder makes of it."""
     route, runtime = call.route, call.runtime
     await call.choose_errors()
     with renamed_fields(route.field_names):
@@ -514,7 +497,7 @@ async def _encode(call: ApiCall) -> Response:
 class RouteTable:
     """ASGI application that calls the route of a request's method and path; the first one counts.
 
-    Exceptions, which are also raised for unknown paths and methods, are left to the enclosing `RequestGate`.
+    Exceptions, also for unknown paths and methods, are left to the enclosing `RequestGate`.
     """
 
     def __init__(self, app: Any, routes: Iterable[Route]) -> None:
@@ -532,7 +515,6 @@ class RouteTable:
             self._allowed.setdefault(route.path, []).append(route.method)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the operation of the path."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -543,14 +525,13 @@ class RouteTable:
         await response(scope, receive, send)
 
     def find(self, method: str, path: str) -> Route | None:
-        """Return the route of a request, if there is one."""
         found = self._exact.get((method, path))
         return found or next(
             (one for known, regex, one in self._patterns if known == method and regex.match(path)), None
         )
 
     def _match(self, scope: Scope) -> Route:
-        """Return the route whose pattern matches the path, and put the path's parameters into the scope."""
+        """Return the first matching route, and put the path's parameters into the scope."""
         allowed = list(self._allowed.get(scope["path"], ()))
         for method, pattern, route in self._patterns:
             if (found := pattern.match(scope["path"])) is None:

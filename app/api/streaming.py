@@ -1,8 +1,8 @@
 """Streams of events: the first token, encoded events, errors after the start, and collected, merged or divided streams.
 
-The format of an event is left to the dialects. A complete response is collected from the same events as a stream. With
-several prompts, each is a request to the service, and their events are merged. For dialects that stream blocks
-(reasoning, text, tool calls), `divide` makes them of one answer.
+A complete response is collected from the same events as a stream. With several prompts, each is a request to the
+service, and their events are merged. For dialects that stream blocks (reasoning, text, tool calls), `divide` makes them
+of one answer.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ SlotValues = Callable[[str, Sequence[int]], tuple[str, ...]]
 
 
 def json_list(numbers: Sequence[int]) -> str:
-    """Return a list of integers in JSON."""
     return f"[{','.join(map(str, numbers))}]"
 
 
 def text_value(text: str, token_ids: Sequence[int]) -> tuple[str, ...]:
-    """Return the value of an event whose only slot is its text."""
+    """Return the value of an event with its text as its only slot."""
     return (json_string(text),)
 
 
@@ -72,20 +71,16 @@ def format_sse(event: Mapping[str, Any]) -> bytes:
 
 
 def format_named_sse(event: Mapping[str, Any]) -> bytes:
-    """Return one server-sent event whose name is the `type` of its data, as Anthropic's and OpenAI's newer APIs send."""
+    """Return one server-sent event named by the `type` of its data, as Anthropic's and OpenAI's newer APIs send."""
     return b"event: " + str(event["type"]).encode() + b"\n" + format_sse(event)
 
 
 def format_line(event: Mapping[str, Any]) -> bytes:
-    """Return one line of newline-delimited JSON."""
     return _JSON.encode(event).encode() + b"\n"
 
 
 class StartedStream:
-    """A stream whose events up to the first token were read.
-
-    Errors before the first token were raised, while the status line could still be chosen.
-    """
+    """A stream after its first token. Errors before it were raised, while the status line could still be chosen."""
 
     def __init__(
         self,
@@ -99,9 +94,7 @@ class StartedStream:
     def write_directly(self, event: Mapping[str, Any], values: SlotValues) -> None:
         """Write further plain tokens as events like this one, without reading the stream (`DirectOutput`).
 
-        Args:
-            event: An event for a text, with `SLOT` in place of each value that differs.
-            values: Return the values in JSON, for a text and the ids of its tokens.
+        `event` is an event for a text, with `SLOT` in place of each value that differs. `values` returns these in JSON.
         """
         if self._direct is None or self._direct.frame is not None:
             return
@@ -122,7 +115,6 @@ class StartedStream:
             yield event
 
     async def aclose(self) -> None:
-        """End the underlying stream."""
         await self._rest.aclose()
 
     def timings(self) -> list[Timings]:
@@ -141,7 +133,7 @@ async def wait_for_first_token(
     direct: DirectOutput | None = None,
     encode: Callable[[Mapping[str, Any]], bytes] = format_sse,
 ) -> StartedStream:
-    """Wait for the first event with tokens and return the stream. Errors before it are raised.
+    """Return the stream at the first event with tokens. Errors before it are raised.
 
     An echo of the prompt has no tokens.
     """
@@ -170,13 +162,11 @@ class EventStreamResponse(StreamingResponse):
         self._source, self._direct = source, direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
         if self._direct is not None:
             self._direct.write = scope.get("extensions", {}).get(DIRECT_WRITE)
         await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
-        """Send the events, then close the source."""
         try:
             await super().stream_response(send)
         finally:
@@ -201,8 +191,6 @@ PHASES = ("queue", "prefill", "decode")
 
 @dataclass(slots=True)
 class CollectedCall:
-    """One tool call as collected so far."""
-
     id: str
     name: str
     arguments: str = ""
@@ -210,8 +198,6 @@ class CollectedCall:
 
 @dataclass(slots=True)
 class CollectedChoice:
-    """One completion as collected so far."""
-
     index: int
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -223,11 +209,9 @@ class CollectedChoice:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return "".join(self.texts)
 
     def add(self, delta: TextDelta) -> None:
-        """Add more text, reasoning and calls."""
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
@@ -253,14 +237,12 @@ class CollectedChoice:
 
 @dataclass(slots=True)
 class CollectedCompletion:
-    """A request's completions, collected from its stream events."""
-
     by_index: dict[int, CollectedChoice] = field(default_factory=dict)
     usage: Usage = field(default_factory=lambda: Usage(0))
     prompt_token_ids: list[tuple[int, ...]] = field(default_factory=list)  # of each prompt
 
     def keep_best(self, count: int, group: int, drop_logprobs: bool) -> None:
-        """Keep the `count` choices of each `group` whose tokens are the most likely ones on average."""
+        """Keep the `count` choices of each `group` with the most likely tokens on average."""
         kept: list[CollectedChoice] = []
         choices = self.choices
         for first in range(0, len(choices), group):
@@ -273,7 +255,6 @@ class CollectedCompletion:
         self.by_index = {choice.index: choice for choice in kept}
 
     def add(self, event: StreamEvent) -> None:
-        """Add one event to its choice."""
         if isinstance(event, Accepted):
             self.prompt_token_ids.append(event.prompt_token_ids)
             return
@@ -286,11 +267,9 @@ class CollectedCompletion:
 
     @property
     def choices(self) -> list[CollectedChoice]:
-        """Choices in the order of their index."""
         return [self.by_index[index] for index in sorted(self.by_index)]
 
     def headers(self) -> dict[str, str]:
-        """Return the `Server-Timing` header over all choices."""
         return server_timing(choice.finished.timings for choice in self.choices if choice.finished)
 
 
@@ -307,13 +286,9 @@ EventT_co = TypeVar("EventT_co", covariant=True)
 
 
 class GenerationFormat(Protocol[WholeT_co, EventT_co]):
-    """The form in which a dialect writes a generation."""
+    def whole(self, completion: CollectedCompletion) -> WholeT_co: ...
 
-    def whole(self, completion: CollectedCompletion) -> WholeT_co:
-        """Return the body of a complete response."""
-
-    def events(self, stream: GenerationStream) -> AsyncIterator[EventT_co]:
-        """Yield the events of a streamed response."""
+    def events(self, stream: GenerationStream) -> AsyncIterator[EventT_co]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,8 +337,8 @@ async def respond(
 def server_timing(timings: Iterable[Timings], *phases: str) -> dict[str, str]:
     """Return a `Server-Timing` header with the longest time of each phase over all choices, in milliseconds.
 
-    Choices run in parallel. A stream sends its headers at the first token, so it can report `queue` and
-    `prefill` only; HTTP has no place for the rest after the body.
+    A stream sends its headers at the first token, so it can report `queue` and `prefill` only; HTTP has no place for
+    the rest after the body.
     """
     each = list(timings)
     if not each:
@@ -373,10 +348,10 @@ def server_timing(timings: Iterable[Timings], *phases: str) -> dict[str, str]:
 
 
 async def merge_streams(streams: Sequence[GenerationStream], choices_each: int) -> AsyncGenerator[StreamEvent, None]:
-    """Yield the events of all streams as those of one request.
+    """Yield the events of all streams as one request.
 
-    Choice c of stream s becomes choice s · choices_each + c, and usage is summed. The streams are admitted one
-    after the other, so a refusal of any of them is raised before the first token.
+    Choice c of stream s becomes choice s · choices_each + c, and usage is summed. The streams are admitted one after
+    the other, so a refusal of any of them is raised before the first token.
     """
     queue: asyncio.Queue[tuple[int, StreamEvent | asyncio.Task[None]]] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []
@@ -460,8 +435,6 @@ class BlockDelta:
 
 @dataclass(frozen=True, slots=True)
 class BlockEnded:
-    """The open block is complete."""
-
     block: Block
 
 
@@ -495,7 +468,6 @@ async def divide(
 
 
 def collected_blocks(choice: CollectedChoice, shows_reasoning: bool = True) -> list[Block]:
-    """Return the blocks of a complete answer."""
     divider = _Divider(shows_reasoning)
     calls = tuple(
         ToolCallDelta(index, call.arguments, call.id, call.name) for index, call in enumerate(choice.tool_calls)

@@ -1,7 +1,7 @@
 """The LoRA adapters that requests choose by model name: loading and unloading them, and which requests use them.
 
-Everything runs on the event loop, except reading an adapter. The mailbox keeps the order: a request that was accepted
-comes after the weights of its adapter, and a slot is emptied after its last request has left the engine.
+Everything runs on the event loop, except reading an adapter. The mailbox keeps the order: a request comes after the
+weights of its adapter, and a slot is emptied after its last request has left the engine.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterStore:
-    """What the server provides.
+    """Adapters at the start, and how to load more.
 
-    `initial` are the names and paths of the adapters that are loaded, in the order of their slots, of which there are
-    `num_slots`. `read` lets the engine read the weights of a path for a slot; it runs in a thread, and raises
-    `InvalidRequest`. It is None if clients may not load adapters.
+    `initial` has names and paths, in the order of their slots, of which there are `num_slots`. `read` reads the weights
+    of a path for a slot, in a thread, and raises `InvalidRequest`; None: clients may not load adapters.
     """
 
     initial: Sequence[tuple[str, str]] = ()
@@ -59,15 +58,10 @@ class Adapters:
         return iter(list(self._by_name.values()))
 
     def find(self, name: str) -> Adapter | None:
-        """Return the adapter of this name, if it is served."""
         return self._by_name.get(name)
 
     def acquire(self, name: str) -> Adapter:
-        """Return the adapter of this name, which stays loaded until `release`.
-
-        Raises:
-            ModelNotFound: It is not served, or no longer.
-        """
+        """Return the adapter, which stays loaded until `release`. Raises `ModelNotFound` if it is not served."""
         adapter = self._by_name.get(name)
         if adapter is None:
             _not_loaded(name)
@@ -75,17 +69,11 @@ class Adapters:
         return adapter
 
     def release(self, adapter: Adapter) -> None:
-        """Give back what `acquire` returned: a request that used the adapter has ended."""
         adapter.num_open -= 1
         self._drop_if_unused(adapter)
 
     async def load(self, name: str, path: str, reserved: Sequence[str]) -> None:
-        """Load an adapter and serve it under its name.
-
-        Args:
-            name: The name.
-            path: Its directory, below the one that the operator gave.
-            reserved: Names of the model itself.
+        """Load an adapter from its path below the operator's directory. `reserved` are names of the model itself.
 
         Raises:
             InvalidRequest: It may not or cannot be loaded, or the name is in use.
@@ -118,9 +106,7 @@ class Adapters:
     def unload(self, name: str) -> None:
         """Serve the adapter to no further request, and free its place after its last one.
 
-        Raises:
-            InvalidRequest: Clients may not unload adapters.
-            ModelNotFound: There is no such adapter.
+        Raises `InvalidRequest` if clients may not unload adapters, and `ModelNotFound`.
         """
         if self._read is None:
             _not_allowed()

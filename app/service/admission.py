@@ -1,8 +1,7 @@
 """Admission control: a limit on open requests and on their bytes, and a prediction of the time to first token.
 
-It reads the worker's last snapshot and the list of requests sent since then, and keeps three running means. The
-prediction simulates the steps until the first token on counts alone, with the engine's own rules and current step
-times.
+The prediction simulates the steps until the first token on counts alone, with the engine's own rules and current step
+times, from the worker's last snapshot and the requests sent since then.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ _num_uncomputed, _num_tokens = attrgetter("num_uncomputed"), attrgetter("num_tok
 
 
 class Permit:
-    """One place among the open requests, held from construction until the first call of `release`.
-
-    Further calls of `release` have no effect.
-    """
+    """One place among the open requests, held from construction until `release`. Further releases have no effect."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission: Admission | None = admission
@@ -46,18 +42,13 @@ class Permit:
         admission.num_open += 1
 
     def release(self) -> None:
-        """Give back the place and the bytes reserved with it."""
         if self._admission is not None:
             self._admission.num_open -= 1
             self._admission.num_held_bytes -= self._num_bytes
             self._admission = None
 
     def hold(self, num_bytes: int) -> None:
-        """Reserve bytes until the place is given back.
-
-        Raises:
-            Overloaded: other requests already hold too many bytes.
-        """
+        """Reserve bytes until the place is given back. Raises `Overloaded` if other requests hold too many."""
         assert self._admission is not None, "bytes cannot be reserved after release"
         self._admission.check_capacity(num_bytes)
         self._admission.num_held_bytes += num_bytes
@@ -99,15 +90,10 @@ class Admission:
         self._last_prediction: tuple[tuple[float, int, int], float] | None = None
 
     def open(self, max_running: int, max_waiting: int, max_held_bytes: int) -> None:
-        """Set the limits, which are known once the plan is final."""
         self.max_running, self.max_waiting, self.max_held_bytes = max_running, max_waiting, max_held_bytes
 
     def permit(self) -> Permit:
-        """Return a place for one request, valid from tokenization until the response is complete.
-
-        Raises:
-            Overloaded: all places are taken.
-        """
+        """Return a place from tokenization to the complete response. Raises `Overloaded` if all are taken."""
         if self.num_open >= self.max_running + self.max_waiting:
             seconds = self.retry_after_seconds()
             sentence = f"All {self.max_running} running and {self.max_waiting} waiting places are taken; try again in {seconds:.0f} s."
@@ -115,13 +101,7 @@ class Admission:
         return Permit(self)
 
     def check_capacity(self, num_bytes: int) -> None:
-        """Check that a request may hold `num_bytes` in addition to what other requests hold.
-
-        A request that is alone is never refused, whatever its size.
-
-        Raises:
-            Overloaded: the sum would exceed `max_held_bytes`.
-        """
+        """Raise `Overloaded` if this request and the others hold too many bytes. One that is alone is never refused."""
         if self.num_held_bytes and self.num_held_bytes + num_bytes > self.max_held_bytes:
             seconds = self.retry_after_seconds()
             sentence = (
@@ -131,31 +111,24 @@ class Admission:
             raise Overloaded(sentence, retry_after_seconds=seconds)
 
     def send(self, num_prompt_tokens: int) -> float | None:
-        """Record that a request goes to the worker now and return its predicted time to first token in seconds.
-
-        Returns None when step times are not known yet.
-        """
+        """Record a request and return its predicted seconds to the first token; None until step times are known."""
         predicted = self._predict(num_prompt_tokens)
         self._sent.append((self._clock(), self._uncached_tokens(num_prompt_tokens)))
         self._prompt_tokens += _GAIN * (num_prompt_tokens - self._prompt_tokens)
         return predicted
 
     def observe(self, num_prompt_tokens: int, num_cached_tokens: int, num_completion_tokens: int) -> None:
-        """Update the running means with the token counts of a completed request."""
         share = (num_prompt_tokens - num_cached_tokens) / max(num_prompt_tokens, 1)
         self._uncached_share += _GAIN * (share - self._uncached_share)
         self._completion_tokens += _GAIN * (num_completion_tokens - self._completion_tokens)
 
     def predicted_wait_seconds(self) -> float | None:
-        """Return the predicted time to first token of a request of average length that arrives now.
-
-        Returns None before step times are known.
-        """
+        """Return the predicted time to first token of an average request; None until step times are known."""
         predicted = self._predict(round(self._prompt_tokens))
         return None if predicted is None else predicted + self._reading_seconds()
 
     def retry_after_seconds(self) -> float:
-        """Return the time after which a refused client should retry: when the requests now open are served."""
+        """Return when a refused client should retry: when the requests now open are served."""
         wait = self.predicted_wait_seconds() or self._reading_seconds()
         return min(max(wait, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
 
@@ -189,7 +162,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class TypicalRequest:
-    """Assumptions about requests: the tokens of a completion, and how many sequences may run."""
+    """Assumptions about requests: tokens of a completion, and how many sequences may run."""
 
     completion_tokens: float
     max_running: int
@@ -198,11 +171,11 @@ class TypicalRequest:
 def first_token_seconds(
     snapshot: EngineSnapshot, newcomers: list[tuple[float, int]], now: float, typical: TypicalRequest
 ) -> float | None:
-    """Return the seconds from `now` until the last of `newcomers` has its first token, or its vectors.
+    """Return the seconds from `now` until the last newcomer has its first token, or its vectors.
 
-    Returns None if step times are unknown. Newcomers are requests that the snapshot does not include yet, as
-    (time sent, tokens). The current step began with the snapshot, or with the first newcomer if the worker was
-    idle, and takes in no other request.
+    None if step times are unknown. Newcomers are requests that the snapshot does not include yet, as (time sent,
+    tokens). The current step began with the snapshot, or with the first newcomer if the worker was idle, and takes in
+    no other.
     """
     if snapshot.step_times is None:
         return None
@@ -225,17 +198,14 @@ def first_token_seconds(
 
 @dataclass(slots=True, eq=False)
 class SimulatedPrompt:
-    """A prompt in prefill: its tokens that are computed, and those that are not."""
-
     num_computed: int
     num_uncomputed: int
 
 
 class SchedulerSimulation:
-    """A dry run of the scheduler on counts: decoding rows, prompts in prefill and queued prompts.
+    """A dry run of the scheduler on counts, with its own rules for the prefill budget, order and admission.
 
-    The prefill budget, the order of prompts and admission are the scheduler's own rules. Steps that are alike are
-    counted at once.
+    Steps that are alike are counted at once.
     """
 
     def __init__(self, step_times: StepTimes, snapshot: EngineSnapshot, typical: TypicalRequest) -> None:
@@ -252,22 +222,18 @@ class SchedulerSimulation:
 
     @property
     def is_idle(self) -> bool:
-        """True when there are no rows and no prompts."""
         return not (self._remaining or self._prompts or self._queue)
 
     def join(self, prompts: Iterable[int]) -> None:
-        """Append prompts, given as token counts, to the queue."""
         for tokens in prompts:
             self._last = SimulatedPrompt(0, tokens)
             self._queue.append(self._last)
             self._uncomputed += tokens
 
     def step(self) -> float:
-        """Simulate one step and return its seconds."""
         return self._step(jump=False)
 
     def seconds_until_last(self) -> float:
-        """Return the seconds until the last queued prompt has its first token."""
         seconds, before = 0.0, self._uncomputed
         for _ in range(_MAX_EVENTS):
             if not self._last.num_uncomputed:
@@ -318,10 +284,7 @@ class SchedulerSimulation:
             yield prompt
 
     def _prefill_budget(self, rows: int, computed: int) -> int:
-        """Return the prompt tokens that the prefill budget allows in a step.
-
-        Results are cached by the prompt's depth in units of 256 tokens.
-        """
+        """Return a step's budget of prompt tokens. Results are cached by the prompt's depth in units of 256 tokens."""
         num_prompts = len(self._prompts) + len(self._queue)
         key = rows, computed >> 8, num_prompts // max(rows, 1)
         if key not in self._prefill_budgets:
@@ -346,7 +309,6 @@ class SchedulerSimulation:
         return seconds
 
     def _start_decoding(self) -> None:
-        """Turn prompts that are computed into decoding rows."""
         done = [prompt for prompt in self._prompts if not prompt.num_uncomputed]
         if done:
             self._prompts = [prompt for prompt in self._prompts if prompt.num_uncomputed]
@@ -356,10 +318,9 @@ class SchedulerSimulation:
 
 
 def _expected_remaining_tokens(made: int, most: int, completion_tokens: float) -> int:
-    """Return the tokens that a row is expected to generate from now on.
+    """Return the tokens that a row is expected to generate from now on, at most `most`.
 
-    This is the rest of the typical length, or a typical length more for a row beyond it, but never more than
-    `most`.
+    This is the rest of the typical length, or a typical length more for a row beyond it.
     """
     usual = completion_tokens - made if made < completion_tokens else completion_tokens
     return max(1, min(most, round(usual)))
@@ -375,13 +336,11 @@ class TokenCount:
     longest = 0  # counts can be split anywhere
 
     def size_class(self, step_tokens: int) -> int:
-        """Return the size class, for steps of `step_tokens` tokens."""
         if self.fixed_class is not None:
             return self.fixed_class
         return 0 if self.num_tokens <= step_tokens else size_class(self.num_tokens, step_tokens)
 
     def take(self, capacity: TextCapacity) -> list[TokenCount]:
-        """Take as many tokens as fit."""
         tokens = min(self.num_tokens, capacity.tokens)
         self.num_tokens -= tokens
         return [TokenCount(tokens)]
@@ -399,15 +358,12 @@ class TextQueueSimulation:
 
     @property
     def is_idle(self) -> bool:
-        """True when no request has tokens left."""
         return not self._queue
 
     def join(self, requests: Iterable[int]) -> None:
-        """Append requests, given as token counts, to the queue."""
         self._queue.extend(requests)
 
     def step(self) -> float:
-        """Simulate one step and return its seconds."""
         total = sum(self._queue)
         if total <= self._step_times.max_tokens:  # all of it is in one step
             self._queue.clear()
@@ -420,8 +376,8 @@ class TextQueueSimulation:
     def seconds_until_last(self) -> float:
         """Return the seconds until the last request of the queue has all its texts.
 
-        The requests that go before it, which are those of no larger size class, count as one request together with
-        it. So do all larger ones, which are taken to be older. Steps that are alike are counted at once.
+        The requests of no larger size class go before it; they count as one request together with it. So do all larger
+        ones, which are taken to be older. Steps that are alike are counted at once.
         """
         total = own = sum(self._queue)
         step_tokens = self._step_times.max_tokens
@@ -444,7 +400,6 @@ class TextQueueSimulation:
         return seconds
 
     def _take(self, requests: Sequence[TokenCount]) -> int:
-        """Take the tokens of a step from requests, and return their number."""
         max_tokens = self._step_times.max_tokens
         if not self._step_times.oldest_first:
             return sum(taken.num_tokens for taken in share_step(requests, TextCapacity(max_tokens, sys.maxsize)))

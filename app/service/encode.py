@@ -28,10 +28,7 @@ _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 async def encode(opened: OpenRequest, model: ServedEncoder, request: EncodingRequest) -> Encoded:
-    """Tokenize the texts, send them to the worker and return its arrays.
-
-    Short texts are tokenized on the event loop, because a round trip to another thread takes longer.
-    """
+    """Return the arrays of texts. Short ones are tokenized on the event loop: a thread's round trip takes longer."""
     check_texts(model, request)
     opened.admit()
     client, size = opened.client, texts_size(request)
@@ -51,12 +48,9 @@ async def encode(opened: OpenRequest, model: ServedEncoder, request: EncodingReq
 
 
 async def infer(opened: OpenRequest, program: ServedProgram, request: InferenceRequest) -> Inferred:
-    """Send a program's inputs to the worker and return its arrays.
+    """Return the arrays of a program, with rows of the batch counted as an encoder's tokens are.
 
-    Rows of the batch are counted as an encoder's tokens are.
-
-    Raises:
-        InvalidRequest: The program was not exported for these sizes.
+    Raises `InvalidRequest` if the program was not exported for these sizes.
     """
     if program.sizes is not None:
         program.sizes.check({name: array.shape for name, array in request.inputs.items()})
@@ -71,7 +65,6 @@ async def infer(opened: OpenRequest, program: ServedProgram, request: InferenceR
 
 
 async def _send_and_wait(opened: OpenRequest, command: Encode | Infer, size: int) -> ArraysReady:
-    """Send the request and wait for its single result."""
     opened.send(command, size)
     try:
         timed_event = await opened.next_event()
@@ -97,10 +90,7 @@ def _text_request_bytes(model: ServedEncoder, outputs: Collection[str], lengths:
 
 
 def _program_request_bytes(signature: Signature, request: InferenceRequest, num_rows: int) -> int:
-    """Return the bytes of the inputs and of the outputs.
-
-    A free dimension of an output is assumed to be as large as the largest input dimension.
-    """
+    """Return the bytes of inputs and outputs. A free output dimension is assumed to be the largest input dimension."""
     free = max((size for array in request.inputs.values() for size in array.shape[1:]), default=1)
     rows = (
         math.prod(free if size < 0 else size for size in spec.shape[1:]) * VALUE_BYTES.get(spec.datatype, 4)
@@ -192,13 +182,11 @@ def tokenize_texts(model: ServedEncoder, request: EncodingRequest) -> tuple[Text
 
 
 def _max_tokens(model: ServedEncoder, request: EncodingRequest) -> int:
-    """Return the most tokens that a text may have, or to which it is cut."""
     asked = request.truncation.max_tokens
     return model.limits.max_model_len if asked == -1 else asked
 
 
 def _with_prompt(prompt: str, given: str | tuple[str, str]) -> str | tuple[str, str]:
-    """Put a prompt before a text, or before the first text of a pair."""
     return prompt + given if isinstance(given, str) else (prompt + given[0], given[1])
 
 
@@ -209,7 +197,7 @@ def _cut_parts(
     given: str | tuple[str, str],
     limits: EncodingLimits,
 ) -> str | tuple[str, str]:
-    """Return a query, a document or a pair of both, each cut to the most tokens that the request gives it."""
+    """Cut a query, a document or both to the most tokens that the request gives each."""
     cut, tokenizer = request.truncation, model.tokenizer
     if isinstance(given, tuple):
         query, document = given
@@ -252,14 +240,13 @@ def _is_not_empty(given: TextInput) -> bool:
 
 
 def _num_characters(given: TextInput) -> int:
-    """Return the number of characters, or of token ids: checking a million ids takes time too."""
+    """Count characters, or token ids: checking a million ids takes time too."""
     if isinstance(given, tuple):
         return len(given[0]) + len(given[1])
     return len(given) if isinstance(given, str) else len(given.token_ids)
 
 
 def _checkpoint_prompt(model: ServedEncoder, request: EncodingRequest, index: int) -> str:
-    """Return the checkpoint's prompt for a text, or for the first of a pair."""
     prompts = model.config.pooling.prompts
     if not prompts:
         return ""
@@ -281,7 +268,6 @@ def _with_prompt_length(model: ServedEncoder, prompt: str, text: Text) -> Text:
 
 
 def _checked_ids(model: ServedEncoder, request: EncodingRequest, index: int, text: Text) -> Text:
-    """Return token ids that the client sent, checked and truncated."""
     limit, name = _max_tokens(model, request), _field_name(request, index)
     check_ids(text.token_ids, model.limits.vocab_size, name)
     check_ids(text.type_ids, max(model.config.num_types, 1), "token_type_ids")
@@ -316,7 +302,6 @@ def _check_text_length(model: ServedEncoder, request: EncodingRequest, index: in
 
 
 def _text_too_long(model: ServedEncoder, request: EncodingRequest, index: int, number: str) -> ContextLengthExceeded:
-    """Return the error of a text that is too long. The message has the wording that OpenAI clients look for."""
     limit, name = model.limits.max_model_len, _field_name(request, index)
     sentence = (
         f"This model's maximum context length is {limit} tokens. However, {name} has {number} tokens. Please shorten it"
@@ -337,7 +322,6 @@ def _check_hidden(model: ServedEncoder, request: EncodingRequest, texts: Sequenc
 
 
 def _field_name(request: EncodingRequest, index: int) -> str:
-    """Return the client's name for the text."""
     if index < request.num_queries:
         return request.query_field if request.num_queries == 1 else f"{request.query_field}[{index}]"
     return request.field if len(request.inputs) == 1 else f"{request.field}[{index - request.num_queries}]"

@@ -34,30 +34,24 @@ _MIN_TIMED_BYTES = 1_000  # of a shorter text, starting the thread takes most of
 
 
 class WorkerInterface(Protocol):
-    """Interface of the worker as the service sees it: a mailbox and its state, readable from any thread."""
+    """The worker as the service sees it: a mailbox and its state, readable from any thread."""
 
     @property
-    def alive(self) -> bool:
-        """True while the worker thread runs."""
+    def alive(self) -> bool: ...
 
     @property
-    def state(self) -> str:
-        """Lifecycle state, such as `ready`."""
+    def state(self) -> str: ...
 
     @property
-    def stage(self) -> str:
-        """Loading stage in words for people."""
+    def stage(self) -> str: ...
 
     @property
-    def load_progress(self) -> LoadProgress | None:
-        """How far the present phase of loading is, if that is known."""
+    def load_progress(self) -> LoadProgress | None: ...
 
     @property
-    def snapshot(self) -> EngineSnapshot:
-        """Queue and cache state after the last step."""
+    def snapshot(self) -> EngineSnapshot: ...
 
-    def put(self, command: Command) -> None:
-        """Put a command into the mailbox."""
+    def put(self, command: Command) -> None: ...
 
 
 class EngineClient:
@@ -89,11 +83,10 @@ class EngineClient:
         self._slow_grammars.open(1)
 
     def start(self) -> None:
-        """Bind to the running event loop."""
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
-        """Fail all open requests with `ServiceStopping` and shut down the thread pools."""
+        """Fail all open requests with `ServiceStopping`."""
         self._fail_open(ServiceStopping("The server is stopping."))
         for pool in self._pools:
             pool.close()
@@ -104,28 +97,20 @@ class EngineClient:
 
     @property
     def num_reading(self) -> int:
-        """Number of requests whose prompt or grammar is read, or waits for a thread."""
+        """Number of requests with a prompt or grammar that is read or waits for a thread."""
         return sum(pool.num_requests for pool in self._pools)
 
     # ---- before a request is sent ----------------------------------------------------------------------------------
 
     async def read(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Run `function` on a text of `num_bytes` in the thread pool, within the request timeout.
-
-        Raises:
-            RequestTimeout: it took longer.
-        """
+        """Run `function` on a text of `num_bytes` in a thread. Raises `RequestTimeout` after the request timeout."""
         return await self._run(self.texts, num_bytes, function, *arguments)
 
     async def compile(self, model: ServedDecoder, source: GrammarSource | None) -> CompiledGrammar | None:
-        """Compile a grammar; None stays None.
+        """Compile a grammar; None stays None. A cancelled caller ends the compilation.
 
-        It has a thread of its own, and one for grammars that take longer than most, so prompts and ordinary grammars
-        do not wait for those. If the caller is cancelled, the compilation is ended.
-
-        Raises:
-            InvalidRequest: The grammar cannot be followed.
-            RequestTimeout: It took longer than the request timeout.
+        It has a thread of its own, and one for grammars that take longer than most, so prompts and ordinary grammars do
+        not wait. Raises `InvalidRequest` if the grammar cannot be followed, and `RequestTimeout`.
         """
         grammars = model.grammars
         if source is None or grammars is None:
@@ -150,10 +135,9 @@ class EngineClient:
     def register(
         self, request_id: str, listener: Callable[[TimedEvent], None], expire: Callable[[], None], deadline: float
     ) -> asyncio.TimerHandle:
-        """Pass the worker's events of one request to `listener` until `unregister`, and call `expire` at the deadline.
+        """Pass one request's events to `listener` until `unregister`, and call `expire` at the deadline.
 
-        Raises:
-            NotReady: the worker has stopped.
+        Raises `NotReady` if the worker has stopped.
         """
         assert self._loop is not None, "start() is called before the first request"
         if not self.worker.alive:
@@ -162,7 +146,6 @@ class EngineClient:
         return self._loop.call_later(deadline - self.clock(), expire)
 
     def unregister(self, request_id: str) -> None:
-        """Ignore further events of a request."""
         del self._listeners[request_id]
 
     def count_direct(self, num_tokens: int, seconds: float) -> None:
@@ -171,13 +154,12 @@ class EngineClient:
         self._direct_gaps[seconds] = self._direct_gaps.get(seconds, 0) + 1
 
     def write_after_step(self, write: Callable[[], None]) -> None:
-        """Call `write` once the waiting steps are delivered."""
         self._writes.append(write)
 
     # ---- from the worker thread ------------------------------------------------------------------------------------
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Deliver one step's events with a single wake-up of the event loop. Called from the worker thread.
+        """Deliver events with a single wake-up of the event loop. Called from the worker thread.
 
         Steps that the event loop has not taken yet are delivered together.
         """
@@ -223,9 +205,8 @@ class EngineClient:
 class TextPool:
     """Threads that read prompts beside the event loop: chat templates, tokenization, grammars.
 
-    A request that waits for a thread, or is being read, counts as waiting, in the metrics and in the predicted wait. Its
-    work counts until the thread has ended it, even if the client has left. A thread asks between two chunks of a text
-    whether the result is still needed.
+    A request counts as waiting, in the metrics and in the predicted wait, until the thread has ended its work, even if
+    the client has left. A thread asks between two chunks of a text whether the result is still needed.
     """
 
     def __init__(self) -> None:
@@ -236,7 +217,6 @@ class TextPool:
         self._seconds_per_byte = 0.0
 
     def open(self, num_threads: int) -> None:
-        """Start the pool."""
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="armature-text")
 
@@ -250,7 +230,6 @@ class TextPool:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests that wait for a thread or are being read."""
         return len(self._flags)
 
     def wait_seconds(self) -> float:
@@ -259,10 +238,7 @@ class TextPool:
             return sum(self._flags.values()) * self._seconds_per_byte / self._num_threads
 
     async def run(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Run `function` in a thread and return its result.
-
-        If the caller is cancelled, `stop_if_cancelled` ends the work at its next step.
-        """
+        """Run `function` in a thread. If the caller is cancelled, `stop_if_cancelled` ends the work early."""
         assert self._pool is not None, "open() starts the pool before the first request"
         flag, context = threading.Event(), copy_context()
         context.run(CANCELLED.set, flag)

@@ -65,8 +65,7 @@ class OutputParser(Protocol):
 class Choice:
     """One choice while it grows. Without `parser`, all of its text is content.
 
-    `token_ids` and `logprobs` hold tokens that were received but are not part of a `TextDelta` yet, because
-    their text is incomplete.
+    `token_ids` and `logprobs` hold received tokens that are in no `TextDelta` yet, because their text is incomplete.
     """
 
     index: int
@@ -83,10 +82,7 @@ class Choice:
 
 
 class OpenGeneration(OpenRequest):
-    """An open request for text: call `start` once, then `take` for each of the worker's events until `is_over`.
-
-    `take` returns the stream events that follow. Each choice finishes exactly once.
-    """
+    """An open request for text: call `start` once, then `take` for each of the worker's events until `is_over`."""
 
     def __init__(
         self,
@@ -106,7 +102,6 @@ class OpenGeneration(OpenRequest):
         self._num_shown_tokens = 0  # tokens of the prompt that a response shows with their scores
 
     async def start(self, model: ServedDecoder, adapter: LoadedAdapter | None) -> list[StreamEvent]:
-        """Read the prompt, send the request, and return its first events."""
         self.admit()
         client, request, size = self.client, self.request, prompt_size(self.request)
         prompt = await client.read(size, read_prompt, model, request)
@@ -123,7 +118,6 @@ class OpenGeneration(OpenRequest):
         return [Accepted(prompt.token_ids), *self._prompt_deltas()]
 
     def begin(self, model: ServedDecoder, prompt: Prompt) -> None:
-        """Create the choices of a tokenized request."""
         request, params, self._tokenizer = self.request, prompt.params, model.tokenizer
         self._token_texts = TokenTexts(model.tokenizer)
         self.num_prompt_tokens = len(prompt.token_ids)
@@ -146,10 +140,7 @@ class OpenGeneration(OpenRequest):
             self._prompt_tokens.append(PromptToken(first_id, self._token_texts[first_id].text))
 
     async def next_event(self) -> tuple[Event, float] | None:
-        """Return the worker's next event that was not written directly; see `OpenRequest.next_event`.
-
-        Plain tokens that wait are written first, as one event.
-        """
+        """Return the worker's next event that was not written directly. Plain tokens that wait are written first."""
         while not self._events.empty():
             timed_event = self._events.get_nowait()
             if timed_event is None or not self._take_directly(*timed_event):
@@ -200,10 +191,9 @@ class OpenGeneration(OpenRequest):
                 self._direct.write(frame)
 
     def take(self, timed_event: tuple[Event, float] | None) -> list[StreamEvent]:
-        """Return what follows from an event of the worker; None: the request has timed out.
+        """Return the stream events that follow; None: the request has timed out.
 
-        Raises:
-            RequestTimeout: It has timed out before its first token.
+        Raises `RequestTimeout` if it has timed out before its first token.
         """
         if timed_event is None:
             return self._time_out()
@@ -231,10 +221,7 @@ class OpenGeneration(OpenRequest):
         return events
 
     def _count(self, choice: Choice, event: TokensReady | SequenceFinished, now: float) -> None:
-        """Count new tokens and report their latencies to the metrics.
-
-        All tokens of one step share one inter-token latency. A stop token produces no text but is counted.
-        """
+        """Count new tokens, also a stop token, which has no text. Tokens of one step share one inter-token latency."""
         metrics = self.client.metrics
         if event.timings is not None:
             choice.timings = event.timings
@@ -272,10 +259,7 @@ class OpenGeneration(OpenRequest):
         return [self._delta(choice, text)] if text else []
 
     def _delta(self, choice: Choice, text: str) -> TextDelta:
-        """Return the text with the tokens received since the last delta.
-
-        A choice's first delta carries its timings.
-        """
+        """Return the text with the tokens received since the last delta. A choice's first delta carries its timings."""
         timings = None if choice.timings_sent else choice.timings
         tokens = tuple(choice.token_ids), tuple(choice.logprobs), timings
         choice.timings_sent = True
@@ -294,7 +278,6 @@ class OpenGeneration(OpenRequest):
         events: list[StreamEvent],
         event: SequenceFinished | None = None,
     ) -> None:
-        """Finish a choice with the text that it has: append its last events."""
         rest = choice.text.flush()
         if rest or choice.token_ids:
             events.append(self._delta(choice, rest))
@@ -327,7 +310,6 @@ class OpenGeneration(OpenRequest):
         self.client.admission.observe(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens)
 
     def _time_out(self) -> list[StreamEvent]:
-        """Finish the choices with the text that they have."""
         if not self.num_completion_tokens:
             raise RequestTimeout("The request timed out before its first token.")
         events: list[StreamEvent] = []
@@ -337,7 +319,7 @@ class OpenGeneration(OpenRequest):
         return events
 
     def _prompt_deltas(self) -> list[StreamEvent]:
-        """Return what the response shows of its prompt, once for each choice, when all that is shown is scored."""
+        """Return the prompt once for each choice, when all that the response shows of it is scored."""
         if len(self._prompt_tokens) < self._num_shown_tokens or not (self.request.echo or self._num_shown_tokens):
             return []
         tokens = tuple(self._prompt_tokens)
@@ -351,7 +333,7 @@ class OpenGeneration(OpenRequest):
 
 
 class TokenTexts(dict[int, ScoredToken]):
-    """Tokens by id with their texts, each decoded at its first use: many of them recur among the most likely ones."""
+    """Tokens by id with their texts, each decoded at its first use: many recur among the most likely ones."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -363,13 +345,11 @@ class TokenTexts(dict[int, ScoredToken]):
 
 
 def scored_token(tokenizer: Tokenizer, logprob: TokenLogprob) -> ScoredToken:
-    """Return a sampled token with its text and the most likely alternatives."""
     top = tuple(score_token(tokenizer, token_id, value) for token_id, value in logprob.top)
     return score_token(tokenizer, logprob.token_id, logprob.logprob, top)
 
 
 def score_token(tokenizer: Tokenizer, token_id: int, logprob: float, top: tuple[ScoredToken, ...] = ()) -> ScoredToken:
-    """Return a token with its text."""
     spelled = tokenizer.token_bytes(token_id)
     return ScoredToken(token_id, spelled.decode(errors="replace"), spelled, logprob, top)
 
@@ -395,7 +375,6 @@ def output_parser(request: GenerationRequest, model: ServedDecoder, prompt: Prom
 
 
 def _flush_parser(choice: Choice, parser: OutputParser, events: list[StreamEvent]) -> FinishReason:
-    """Append the rest of a choice's text, and return the finish reason with which it is shown."""
     rest = parser.flush()
     if rest.content or rest.reasoning or rest.tool_calls:
         calls = tuple(rest.tool_calls)

@@ -22,13 +22,13 @@ _COMPUTES: Mapping[type[EngineRequest], str] = {Generate: "prefill", Encode: "en
 class OpenRequest:
     """A request that has arrived and not ended. It is open while a `with` block runs.
 
-    The block does what its kind needs, in this order: `use_adapter`, `admit`, `reserve` and `hold` once the request's
-    size is known, `send`, and `next_event` until its answer is complete. Each may refuse it with a `RequestError`. However
-    the block ends, the request ends once: the worker forgets it, its place, bytes, tokens and adapter are given back, and
-    it is counted, logged and traced.
+    The block calls, in this order: `use_adapter`, `admit`, `reserve` and `hold` once the size is known, `send`, and
+    `next_event` until the answer is complete. Each may raise a `RequestError`. However the block ends, the request ends
+    once: the worker forgets it, its place, bytes, tokens and adapter are given back, and it is counted, logged and
+    traced.
 
-    The block counts the tokens, and sets `outcome` when the answer is complete and `is_over` when the worker has nothing
-    left to compute for it. `timings` are those of the first result; None before.
+    The block counts the tokens, and sets `outcome` when the answer is complete and `is_over` when the worker has
+    nothing left to compute for it. `timings` are those of the first result; None before.
     """
 
     def __init__(self, client: EngineClient, api: Api, http: ClientRequest) -> None:
@@ -58,7 +58,7 @@ class OpenRequest:
     # ---- before it is sent -----------------------------------------------------------------------------------------
 
     def use_adapter(self, adapters: Adapters, name: str) -> LoadedAdapter:
-        """Keep an adapter loaded until the end. Raises `ModelNotFound` if it is not served, or no longer."""
+        """Keep an adapter loaded until the end. Raises `ModelNotFound` if it is not served."""
         self._adapter = adapters, adapters.acquire(name)
         return self._adapter[1].loaded
 
@@ -67,7 +67,7 @@ class OpenRequest:
         self._permit = self.client.admission.permit()
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserve the tokens that it may have at most in its client's account. Raises `RateLimited`."""
+        """Reserve the most tokens that it may have in its client's account. Raises `RateLimited`."""
         if self.http.account is not None:
             self.http.account.reserve(num_tokens)
             self._num_reserved += num_tokens
@@ -80,11 +80,9 @@ class OpenRequest:
     # ---- in the worker ---------------------------------------------------------------------------------------------
 
     def send(self, command: EngineRequest, num_tokens: int) -> None:
-        """Send it to the worker, which has to compute so many tokens, or rows, until the first result.
+        """Send it to the worker, which computes so many tokens, or rows, until the first result.
 
-        Raises:
-            NotReady: The worker has stopped.
-            ServiceStopping: It is about to.
+        Raises `NotReady` if the worker has stopped, and `ServiceStopping` if it is about to.
         """
         client = self.client
         deadline = self.arrived_at + client.timeout_seconds
@@ -103,19 +101,14 @@ class OpenRequest:
         self.arrive(None)
 
     def arrive(self, timed_event: TimedEvent) -> None:
-        """Take an event of the worker, or None when the request times out. `next_event` returns it."""
+        """Take an event of the worker, or None when the request times out."""
         self._events.put_nowait(timed_event)
 
     async def next_event(self) -> tuple[Event, float] | None:
-        """Wait for the worker's next event, and return it with its time; None if the request has timed out.
-
-        Raises:
-            RequestError: The event is a `RequestFailed`.
-        """
+        """Return the worker's next event and its time; None after a timeout. Raises the error of a `RequestFailed`."""
         return self.checked(await self._events.get())
 
     def checked(self, timed_event: TimedEvent) -> TimedEvent:
-        """Return an event. Raises the error of a `RequestFailed`."""
         if timed_event is None:
             self.is_over = True
         elif isinstance(timed_event[0], RequestFailed):
@@ -123,7 +116,6 @@ class OpenRequest:
         return timed_event
 
     def note_first_result(self, timings: Timings, now: float) -> None:
-        """Note the first token, or the arrays, that came at the time `now`."""
         self.timings = timings
         if self._predicted is not None:
             self.client.metrics.wait_measured(self._predicted[0], now - self._predicted[1])
@@ -154,10 +146,7 @@ class OpenRequest:
             self.client.worker.put(Abort(self._command.request_id))
 
     def _note_error(self, error: RequestError) -> None:
-        """Note the error that its client gets.
-
-        A request that the worker has accepted can still be refused: the worker may find that it can never be served.
-        """
+        """Note the error that its client gets. The worker too can find that a request can never be served."""
         self.http.error = error.code
         if self.http.trace is not None:
             self.http.trace.error = self.http.trace.error or error.code
@@ -167,7 +156,6 @@ class OpenRequest:
             self._refusal = refusal_of(error)
 
     def _report(self) -> None:
-        """Report the request to its client's account, to log and trace, and to the metrics."""
         http, metrics = self.http, self.client.metrics
         prompt, completion = self.num_prompt_tokens, self.num_completion_tokens
         first_token_seconds = None if self.first_token_at is None else self.first_token_at - self.arrived_at

@@ -1,4 +1,4 @@
-"""Conversion of a generation request to what the worker computes: token ids, bad words, a grammar, and bounds on scores.
+"""Conversion of a generation request to what the worker computes: token ids, bad words, a grammar, bounds on scores.
 
 It runs in the service's thread pool, since a template and a tokenizer take time.
 """
@@ -34,11 +34,10 @@ SCORE_BYTES = 600  # of a token's text, bytes and log-probability, as objects an
 class Prompt:
     """A tokenized request.
 
-    `params` are the request's, with what the model decides: numbers of log-probabilities and further end tokens.
-    `num_scores` is how many log-probabilities the response may have; 0 if there are few at each token. `literals` are
-    the special tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of reasoning. `begun`:
-    the text before an answer that ends the prompt, as far as it is there.
-    `grammar` is compiled next, in threads of its own.
+    `params` are the request's, with numbers of log-probabilities and further end tokens from the model. `num_scores` is
+    how many log-probabilities the response may have; 0 if there are few at each token. `literals` are the special
+    tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of reasoning. `begun`: the text
+    before an answer that ends the prompt, as far as it is there. `grammar` is not compiled yet.
     """
 
     token_ids: tuple[int, ...]
@@ -51,7 +50,7 @@ class Prompt:
     begun: str = ""
 
     def most_tokens(self, max_model_len: int) -> int:
-        """Return the number of tokens that the prompt and all choices of its completion may have together."""
+        """Return the most tokens of the prompt and all choices of its completion together."""
         rest = max_model_len - len(self.token_ids)
         longest = rest if self.params.max_tokens is None else min(self.params.max_tokens, rest)
         return len(self.token_ids) + max(self.params.n, self.params.beam_width, 1) * max(longest, 0)
@@ -63,7 +62,6 @@ class Prompt:
         adapter: LoadedAdapter | None = None,
         cache_salt: str | None = None,
     ) -> Generate:
-        """Return the request for the worker."""
         tokens = self.token_ids, self.params, arrived_at, self.bad_word_ids
         return Generate(request_id, *tokens, self.grammar, adapter, cache_salt)
 
@@ -92,12 +90,10 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
 def resolve_logprobs(
     limits: ServingLimits, params: SamplingParams, num_prompt_tokens: int
 ) -> tuple[SamplingParams, int]:
-    """Return the parameters with numbers of tokens, where -1 asks for those of the whole vocabulary, and their scores.
+    """Replace -1 by the size of the vocabulary, and return how many log-probabilities the response may have.
 
-    The number of scores is how many log-probabilities the response may have; 0 if there are few at each token.
-
-    Raises:
-        InvalidRequest: More log-probabilities are asked for than the server gives, at a token or in the response.
+    The number is 0 if there are few at each token. Raises `InvalidRequest` if the server gives fewer, at a token or in
+    the response.
     """
     sampled = _number(limits, "logprobs", params.logprobs)
     of_prompt = _number(limits, "prompt_logprobs", params.prompt_logprobs)
@@ -210,7 +206,7 @@ def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[i
 
 
 def prompt_size(request: GenerationRequest) -> int:
-    """Return the length of the prompt in characters or token ids, as a measure of the time to read it."""
+    """Return the prompt's characters or token ids, as a measure of the time to read it."""
     if request.messages is not None:
         return messages_size(request.messages)
     length = len(request.token_ids or ()) if request.prompt is None else len(request.prompt)
@@ -219,7 +215,6 @@ def prompt_size(request: GenerationRequest) -> int:
 
 
 def messages_size(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the length of the messages in characters."""
     return sum(len(_content_text(message)) for message in messages)
 
 
@@ -251,10 +246,7 @@ def chat_token_ids(
     options: ChatOptions | None = None,
     wanted: WantedTokens = ALL_TOKENS,
 ) -> list[int]:
-    """Return a conversation's token ids.
-
-    The template writes all special tokens, so none are added, as in transformers.
-    """
+    """Return a conversation's token ids. The template writes all special tokens: none are added, as in transformers."""
     try:
         text = render_chat(model, messages, arguments, options)
     except TemplateStopped:
@@ -273,7 +265,6 @@ def render_chat(
     arguments: Mapping[str, Any],
     options: ChatOptions | None = None,
 ) -> str:
-    """Return a conversation as the text that the chat template makes of it."""
     if model.chat is None:
         raise InvalidRequest(
             "This model has no chat template: send a prompt to the completions route instead, or start the server with "
@@ -286,8 +277,8 @@ def render_chat(
 def _text_ids(model: ServedDecoder, text: str, add_special_tokens: bool, wanted: WantedTokens, field: str) -> list[int]:
     """Return a text's token ids.
 
-    A text that certainly has more than may be is refused before it is tokenized. The tokenization of a long text ends
-    soon after the wanted number.
+    A text that certainly has too many is refused before it is tokenized. The tokenization of a long text ends soon
+    after the wanted number.
     """
     limits = EncodingLimits(model.limits.max_text_bytes)
     if wanted.truncates:
@@ -301,7 +292,7 @@ def _text_ids(model: ServedDecoder, text: str, add_special_tokens: bool, wanted:
 
 
 def prompt_too_long(context: int, field: str, least: int | None = None, exact: int = 0) -> ContextLengthExceeded:
-    """Return the error of a prompt that has `exact` tokens, or at least `least`: a long one is not counted to its end."""
+    """Return the error of a prompt of `exact` tokens, or at least `least`: a long one is not counted to its end."""
     number = str(exact) if least is None else f"at least {least}"
     has = "has" if field in ("prompt", "suffix") else "have"
     return ContextLengthExceeded(
@@ -323,7 +314,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
 def check_embedded(model: ServedDecoder | ServedEncoder, ids: Sequence[int], field: str) -> None:
     """Check that the embedding has a row for every token of a text. Raises an `InvalidRequest` that names `field`.
 
-    Some tokenizers have tokens that their model does not know, such as those of images.
+    Some tokenizers have tokens that their model does not know, such as image tokens.
     """
     largest, rows = max(ids, default=0), model.limits.vocab_size
     if largest >= rows:
@@ -356,10 +347,7 @@ def infill_format(model: ServedDecoder) -> InfillFormat:
 
 
 def _infill_ids(model: ServedDecoder, request: GenerationRequest, infill: Infill) -> Sequence[int]:
-    """Return the tokens of a prompt with a gap.
-
-    Texts that may be shortened are cut to a number of characters first: few tokens have more of them.
-    """
+    """Return the tokens of a prompt with a gap. Long texts are cut to a number of characters first."""
     form, tokenizer, longest = infill_format(model), model.tokenizer, model.limits.max_model_len - 1
     if request.truncate_prompt_tokens is not None:
         raise InvalidRequest("truncate_prompt_tokens cannot be combined with suffix.", field="truncate_prompt_tokens")

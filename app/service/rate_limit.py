@@ -1,10 +1,9 @@
 """Rate limit of each client: requests and tokens per minute, as token buckets in a table of bounded size.
 
-A bucket holds at most the amount of one minute and is refilled evenly. A request takes its place at once. The tokens of
-its prompt, and the most that its completion may have, are reserved once they are known, and the tokens that it had are
-taken when it has ended. A request that fits beside the reservations of others is admitted. One that is alone is admitted
-while any token is left, so that a request of more than a minute's amount is served too; the bucket becomes negative so,
-and the client is refused until it is refilled.
+A bucket holds at most the amount of one minute and is refilled evenly. The tokens that a request may have at most are
+reserved once they are known, and the tokens that it had are taken at its end. A request is admitted if it fits beside
+the reservations of others, or if it is alone and any token is left; so a request of more than a minute's amount is
+served too, and the bucket becomes negative.
 """
 
 from __future__ import annotations
@@ -21,15 +20,12 @@ MAX_CLIENTS = 10_000
 
 
 class Bucket:
-    """An amount per minute that is left, and when that was so."""
-
     __slots__ = ("_left", "_limit", "_updated_at")
 
     def __init__(self, limit: int, now: float) -> None:
         self._limit, self._left, self._updated_at = limit, float(limit), now
 
     def left(self, now: float) -> float:
-        """Return the amount that is left now."""
         refilled = self._left + (now - self._updated_at) * self._limit / SECONDS
         self._left, self._updated_at = min(refilled, float(self._limit)), now
         return self._left
@@ -39,17 +35,13 @@ class Bucket:
         return self.left(now) >= self._limit
 
     def take(self, amount: float) -> None:
-        """Take an amount, even if less is left."""
         self._left -= amount
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """Return the seconds until so much is left."""
         return max(amount - self.left(now), 0.0) * SECONDS / self._limit
 
 
 class Account:
-    """What one client may still use. A limit of None is no limit."""
-
     __slots__ = ("_clock", "_num_reserved", "_requests", "_tokens")
 
     def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float]) -> None:
@@ -59,11 +51,7 @@ class Account:
         self._tokens = None if tokens is None else Bucket(tokens, now)
 
     def admit(self) -> None:
-        """Take one request.
-
-        Raises:
-            RateLimited: No request or no token is left.
-        """
+        """Take one request. Raises `RateLimited` if no request or no token is left."""
         now = self._clock()
         if self._tokens is not None and self._tokens.left(now) <= 0:
             raise _limited("tokens", self._tokens.seconds_until(1.0, now))
@@ -73,11 +61,7 @@ class Account:
             self._requests.take(1)
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserve the tokens that a request may have at most, until `settle`.
-
-        Raises:
-            RateLimited: They do not fit beside those of requests that run, or none is left.
-        """
+        """Reserve the most tokens of a request until `settle`. Raises `RateLimited` if they do not fit."""
         if self._tokens is None:
             return
         now = self._clock()
@@ -87,7 +71,7 @@ class Account:
         self._num_reserved += num_tokens
 
     def settle(self, num_reserved: int, num_tokens: int) -> None:
-        """Take the tokens of a request that has ended, in place of those that were reserved for it."""
+        """Take the tokens of a request that has ended, in place of its reservation."""
         if self._tokens is not None:
             self._num_reserved -= num_reserved
             self._tokens.left(self._clock())
@@ -118,11 +102,7 @@ class RateLimiter:
         return len(self._accounts)
 
     def admit(self, client: Hashable) -> Account:
-        """Take one request of the client and return its account.
-
-        Raises:
-            RateLimited: The client has used up its requests or tokens.
-        """
+        """Take one request of the client and return its account. Raises `RateLimited`."""
         account = self._account(client)
         account.admit()
         return account

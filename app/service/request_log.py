@@ -1,7 +1,6 @@
 """One HTTP request as the service sees it, and its log line, which never has content of a request.
 
-The API knows route and status, and the service tokens and times. One HTTP request may be several requests of the
-service, such as one for each prompt in a list.
+One HTTP request may be several requests of the service, such as one for each prompt in a list.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ log = logging.getLogger(REQUEST_LOGGER)
 class ClientRequest:
     """One HTTP request: who pays for it, its trace, and what the model has done for it.
 
-    `account` is the account of its client; None without limits. `trace` is what its span will say; None if it is not
-    sampled. The seconds are those from arrival to the first step (`queue_seconds`) and to the first token, of the part
-    that waited longest; None if there was none. `error` is the code of the error that its client was sent, also as the
-    last event of a stream; empty if there was none.
+    `account` is None without limits, and `trace` if it is not sampled. The seconds are from arrival to the first step
+    (`queue_seconds`) and to the first token, of the part that waited longest; None if there was none. `error` is the
+    code of the error that its client was sent, also as the last event of a stream.
     """
 
     account: Account | None = None
@@ -41,7 +39,6 @@ class ClientRequest:
     def add(
         self, prompt_tokens: int, completion_tokens: int, queue_seconds: float | None, first_token_seconds: float | None
     ) -> None:
-        """Add one request of the service."""
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
         self.queue_seconds = _longest(self.queue_seconds, queue_seconds)
@@ -53,7 +50,6 @@ CLIENT_REQUEST: ContextVar[ClientRequest | None] = ContextVar("client_request", 
 
 
 def note_error(code: str) -> None:
-    """Note the code of the error that the client of this context's request is sent."""
     if (client_request := CLIENT_REQUEST.get()) is not None:
         client_request.error = code
 
@@ -66,15 +62,10 @@ def request_level(method: str) -> int:
 def log_request(
     method: str, path: str, request_id: str, status: int, seconds: float, client_request: ClientRequest
 ) -> None:
-    """Log a request that has ended.
+    """Log a request that has ended. `seconds` count from its head to the end of the response.
 
-    Args:
-        method: HTTP's method.
-        path: Path without the query. Characters that could end the line or colour a terminal are escaped.
-        request_id: Printable id of the request.
-        status: Status of the response; 499 (nginx's convention) if the client left.
-        seconds: Time from the request's head to the end of the response.
-        client_request: What the model did for it.
+    Characters of `path` that could end the line or colour a terminal are escaped. `status` is 499 (nginx's convention)
+    if the client left.
     """
     fields: dict[str, object] = {
         "id": request_id,

@@ -1,8 +1,4 @@
-"""Types between the service and the API dialects: requests, events of a generation stream, and returned arrays.
-
-All are plain frozen values. Each dialect translates its bodies to `GenerationRequest`, `EncodingRequest` or
-`InferenceRequest`, and the results to its own response format.
-"""
+"""Types between the service and the API dialects: requests, events of a generation stream, and returned arrays."""
 
 from __future__ import annotations
 
@@ -26,10 +22,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request. `forced` are those of which one must be called; empty if the model decides.
-
-    `parallel` allows more than one call.
-    """
+    """The tools of a request. One of `forced` must be called; empty if the model decides."""
 
     tools: tuple[Tool, ...]
     forced: tuple[Tool, ...] = ()
@@ -52,15 +45,13 @@ class Infill:
 class GenerationRequest:
     """A generation request with exactly one of `prompt`, `token_ids` and `messages`.
 
-    `messages` are rendered with the checkpoint's chat template. `request_id` is what the client sees
-    (`x-request-id`); it need not be unique, because the service appends a number. `add_special_tokens` applies
-    to `prompt` only: token ids are used unchanged, and a template writes its own special tokens. `echo` puts the
-    prompt's text before each completion. `truncate_prompt_tokens` keeps the last tokens of the prompt, and with
-    `truncate_right` the first ones; -1 means as many as fit. With `clips_max_tokens`, `max_tokens` may reach past the
-    end of the context, where the completion ends with the reason `length`. With `infill`, the completion fills the gap
-    after the prompt. `model` is the served model's name, or that of an adapter; None means the model. The completion
-    follows `grammar`. Calls of `tools` are separated from the text, and so is reasoning if
-    `separates_reasoning` is set. Keys and values of the prompt are shared with requests of the same `cache_salt` only.
+    `request_id` is what the client sees (`x-request-id`); it need not be unique. `add_special_tokens` applies to
+    `prompt` only: token ids are used unchanged, and a template writes its own special tokens. `echo` puts the prompt's
+    text before each completion. `truncate_prompt_tokens` keeps the last tokens of the prompt, and with `truncate_right`
+    the first ones; -1 means as many as fit. With `clips_max_tokens`, `max_tokens` may reach past the end of the
+    context, where the completion ends with the reason `length`. With `infill`, the completion fills the gap after the
+    prompt. `model` is the name of the model or an adapter; None means the model. Keys and values of the prompt are
+    shared only with requests of the same `cache_salt`.
     """
 
     params: SamplingParams
@@ -90,7 +81,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request. `cached_tokens` is the part of the prompt found in the KV cache."""
+    """Token counts of a request. `cached_tokens` of the prompt were found in the KV cache."""
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -136,14 +127,13 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More text of one choice, with the tokens it came from.
+    """More text of one choice, with its tokens.
 
-    Joining the deltas of a choice gives its text, and joining `token_ids` its tokens. `text` is empty if tokens
-    without text end a choice, and where the tokens are `reasoning` or `tool_calls` instead, or not decided yet.
-    `logprobs` is as long as `token_ids` if requested, else empty. `timings`
-    comes with a choice's first tokens, so that a streaming response can report queue and prefill time before the
-    rest is known. `prompt` has all tokens of the prompt if their scores were requested; it comes once, before the
-    completion, and `text` is the echo of the prompt then.
+    `text` is empty if tokens without text end a choice, and where the tokens are `reasoning` or `tool_calls` instead,
+    or not decided yet. `logprobs` is as long as `token_ids` if requested, else empty. `timings` comes with a choice's
+    first tokens, so that a streaming response can report them before the rest is known. `prompt` has all tokens of the
+    prompt if their scores were requested; it comes once, before the completion, and `text` is the echo of the prompt
+    then.
     """
 
     choice: int
@@ -160,9 +150,8 @@ class TextDelta:
 class ChoiceFinished:
     """The end of one choice, once, after its last delta.
 
-    `usage` covers the whole request so far; the last event has all of it. `num_completion_tokens` counts this
-    choice only. `matched_stop` is the stop string or the stop token id that ended the choice, and `stop_token` that
-    token, if log-probabilities were requested.
+    `usage` covers the whole request so far; `num_completion_tokens` this choice only. `matched_stop` is the stop string
+    or the stop token id that ended the choice, and `stop_token` that token, if log-probabilities were requested.
     """
 
     choice: int
@@ -182,8 +171,8 @@ class DirectOutput:
     """The way of a plain token to its client without the stream's reader (`OpenGeneration.arrive`).
 
     Attributes:
-        frame: Return the bytes of the event for a text and the ids of its tokens, as the stream's reader would write
-            it. None while the next event is of another kind.
+        frame: Return the event's bytes for a text and the ids of its tokens, as the stream's reader would write it.
+            None while the next event is of another kind.
         write: Write bytes to the client after all that was sent before, or return False if it cannot take them now.
             None before the response begins, and for a connection that cannot.
     """
@@ -201,9 +190,9 @@ class Truncation:
     """Handling of texts that are too long.
 
     With `truncates`, a text or pair is cut at its end, or at its start with `left`, to `max_tokens` tokens, special
-    tokens included; -1: to as many as the model reads. Otherwise one that the model cannot read is refused. Before that,
-    a query is cut to its first `max_query_tokens` tokens and a document to its first `max_document_tokens`, without
-    special tokens; 0: to none of its own.
+    tokens included; -1: to as many as the model reads. Otherwise one that the model cannot read is refused. Before
+    that, a query is cut to its first `max_query_tokens` tokens and a document to its first `max_document_tokens`,
+    without special tokens; 0: not cut.
     """
 
     truncates: bool = False
@@ -220,11 +209,11 @@ NO_TRUNCATION = Truncation()
 class EncodingRequest:
     """Texts for an encoder. `outputs` are some of the model's: `embedding`, `logits`, `last_hidden_state`.
 
-    `request_id` is what the client sees; it need not be unique. `normalize` None means as the checkpoint
-    says, `dimensions` None means all. `prompt` names one of the checkpoint's prompts, which is put before each
-    text, or before the first of a pair; None means its default. The first `num_queries` texts are queries and the others
-    documents, which may be empty; each kind gets its own prompt if the checkpoint has one. `field` is the dialect's name
-    for the texts, or for the documents, and `query_field` for the queries, used in error messages.
+    `request_id` is what the client sees; it need not be unique. `normalize` None means as the checkpoint says,
+    `dimensions` None means all. `prompt` names one of the checkpoint's prompts, which is put before each text, or
+    before the first of a pair; None means its default. The first `num_queries` texts are queries and the others
+    documents; each kind gets its own prompt if the checkpoint has one. `field` is the dialect's name for the texts or
+    documents, and `query_field` for the queries, used in error messages.
     """
 
     inputs: tuple[TextInput, ...]
@@ -242,11 +231,7 @@ class EncodingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Result of an `EncodingRequest`.
-
-    `arrays` maps an output to its array as in `messages.ArraysReady`. `lengths` are the token counts of the
-    texts, in order.
-    """
+    """`arrays` maps an output to its array as in `messages.ArraysReady`; `lengths` are each text's token count."""
 
     arrays: Mapping[str, Array]
     timings: Timings
@@ -254,17 +239,11 @@ class Encoded:
 
     @property
     def usage(self) -> Usage:
-        """Token counts for the response."""
         return Usage(sum(self.lengths))
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """Named tensors for an exported program, already checked against its signature.
-
-    `outputs` are the requested names.
-    """
-
     inputs: Mapping[str, Array]
     outputs: tuple[str, ...]
     api: Api
@@ -273,7 +252,7 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """Result of an `InferenceRequest`: `arrays` maps an output to its array, with as many rows as the inputs."""
+    """`arrays` maps an output to its array, with as many rows as the inputs."""
 
     arrays: Mapping[str, Array]
     timings: Timings

@@ -64,10 +64,9 @@ class ServingLimits:
 
 @dataclass(frozen=True, slots=True)
 class ServedDecoder:
-    """A model that generates text. `chat` is None if it has no chat template.
+    """A model that generates text. `chat` is None without a template, `reasoning_format` without reasoning.
 
-    `sampling_defaults` are the parameters of `SamplingParams` that the checkpoint prefers. `reasoning_format` is None
-    if the model writes no reasoning.
+    `sampling_defaults` are the parameters of `SamplingParams` that the checkpoint prefers.
     """
 
     name: str
@@ -87,7 +86,6 @@ class ServedDecoder:
 
     @property
     def kind(self) -> ModelKind:
-        """Always `decoder`."""
         return "decoder"
 
 
@@ -102,7 +100,6 @@ class ServedEncoder:
 
     @property
     def kind(self) -> ModelKind:
-        """Always `encoder`."""
         return "encoder"
 
     @property
@@ -136,7 +133,6 @@ class ServedProgram:
 
     @property
     def kind(self) -> ModelKind:
-        """Always `program`."""
         return "program"
 
 
@@ -171,14 +167,12 @@ def to_numpy(array: Array) -> FloatArray:
 def logits_to_scores(logits: Array, meaning: ScoreFunction) -> Array:
     """Return scores for logits [texts, labels], in the same shape.
 
-    With `softmax` each row sums to 1. With `sigmoid` each label's score is in [0, 1]. With `identity` the logits
-    are returned.
+    With `softmax` each row sums to 1; with `sigmoid` each score is in [0, 1]; with `identity` the logits are returned.
     """
     return Array("FP32", logits.shape, apply_score_function(to_numpy(logits), meaning).astype("<f4").tobytes())
 
 
 def apply_score_function(logits: FloatArray, meaning: ScoreFunction) -> FloatArray:
-    """Return scores for logits [texts, labels] given as a numpy array; see `scores`."""
     if meaning == "identity":
         return logits
     if meaning == "sigmoid":
@@ -199,7 +193,6 @@ def paired_similarities(queries: FloatArray, documents: FloatArray) -> FloatArra
 
 
 def normalize(vectors: FloatArray) -> FloatArray:
-    """Return the vectors [.., size] scaled to length 1."""
     lengths = numpy.sqrt((vectors * vectors).sum(axis=-1, keepdims=True))
     normalized: FloatArray = vectors / lengths.clip(1e-12)
     return normalized

@@ -68,11 +68,10 @@ class Service:
         self._model = model
 
     def serve_adapters(self, store: AdapterStore) -> None:
-        """Set the adapters of the loaded model. Call it once, from any thread, before the worker reports ready."""
+        """Set the model's adapters. Call it once, from any thread, before the worker reports ready."""
         self.adapters = Adapters(store, self._worker.put)
 
     async def start(self) -> None:
-        """Bind to the running event loop."""
         self._client.start()
 
     def drain(self) -> None:
@@ -89,38 +88,33 @@ class Service:
     # ---- callbacks of the worker, called on its thread --------------------------------------------------------------
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Deliver one step's events to the open requests."""
         self._client.on_events(events)
 
     def on_worker_exit(self) -> None:
-        """Fail all open requests, since the worker has ended."""
         self._client.on_worker_exit()
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
-        """True while the worker thread runs."""
         return self._worker.alive
 
     @property
     def ready(self) -> bool:
-        """True when the model is loaded, the worker is ready and the service is not stopping."""
         return self._model is not None and self._worker.state == "ready" and not self._stopping
 
     @property
     def stage(self) -> str:
-        """Loading stage in words for people: the worker's own text, or `stopping`."""
+        """Loading stage in words for people."""
         return "stopping" if self._stopping else self._worker.stage
 
     @property
     def load_progress(self) -> LoadProgress | None:
-        """How far the present phase of loading is; None in stages that are only named, and after loading."""
+        """Progress of the present phase of loading; None in stages without one, and after loading."""
         return None if self._stopping else self._worker.load_progress
 
     @property
     def snapshot(self) -> EngineSnapshot:
-        """The worker's snapshot after its last step."""
         return self._worker.snapshot
 
     @property
@@ -149,14 +143,12 @@ class Service:
 
     @property
     def encoder(self) -> ServedEncoder:
-        """The model, if it is an encoder; otherwise raises `WrongModelKind`."""
         if isinstance(self.model, ServedEncoder):
             return self.model
         raise wrong_kind_error(self.model)
 
     @property
     def program(self) -> ServedProgram:
-        """The model, if it is an exported program; otherwise raises `WrongModelKind`."""
         if isinstance(self.model, ServedProgram):
             return self.model
         raise wrong_kind_error(self.model)
@@ -166,17 +158,13 @@ class Service:
     async def generate(
         self, request: GenerationRequest, direct: DirectOutput | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yield `Accepted`, then text deltas and one `ChoiceFinished` for each choice.
+        """Yield `Accepted`, then text deltas and one `ChoiceFinished` for each choice. Raises `RequestError`.
 
-        Tokens that were written to `direct` are not yielded.
-
-        A request that times out finishes with reason `timeout` and the text so far, or raises `RequestTimeout`
-        if there is no token yet. A caller that stops early must call `aclose()` (`contextlib.aclosing`) or
-        cancel the awaiting task; the worker then receives an `Abort`. A slow reader does not slow down other
-        requests: its backlog is bounded by its own `max_tokens`, and its place by the timeout.
-
-        Raises:
-            RequestError: the request failed, usually before the first event.
+        Tokens that were written to `direct` are not yielded. A request that times out finishes with reason `timeout`
+        and the text so far, or raises `RequestTimeout` if there is no token yet. A caller that stops early must call
+        `aclose()` (`contextlib.aclosing`) or cancel the awaiting task; the worker then receives an `Abort`. A slow
+        reader does not slow down other requests: its backlog is bounded by its own `max_tokens`, and its place by the
+        timeout.
         """
         with OpenGeneration(self._client, request, self._http(request.model), direct) as generation:
             self._check_ready()
@@ -190,29 +178,19 @@ class Service:
                     yield event
 
     async def encode(self, request: EncodingRequest) -> Encoded:
-        """Return all requested outputs of an encoder at once.
-
-        A caller that stops early cancels the awaiting task.
-
-        Raises:
-            RequestError: the request was refused or failed.
-        """
+        """Return all requested outputs of an encoder. A caller that stops early cancels the task."""
         with OpenRequest(self._client, request.api, self._http()) as opened:
             self._check_ready()
             return await encode.encode(opened, self.encoder, request)
 
     async def infer(self, request: InferenceRequest) -> Inferred:
-        """Return the requested outputs of an exported program.
-
-        The inputs were already checked against its signature. Cancellation and errors are the same as for
-        `encode`.
-        """
+        """Return the requested outputs of an exported program; the inputs were checked against its signature."""
         with OpenRequest(self._client, request.api, self._http()) as opened:
             self._check_ready()
             return await encode.infer(opened, self.program, request)
 
     def _http(self, adapter: str | None = None) -> ClientRequest:
-        """Return the HTTP request that this context serves, whose trace names the model or adapter."""
+        """Return the HTTP request that this context serves; its trace names the model or adapter."""
         http = CLIENT_REQUEST.get() or ClientRequest()
         if http.trace is not None and self._model is not None:
             http.trace.note_model(adapter or self._model.name)
@@ -221,8 +199,7 @@ class Service:
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, which may be longer than the context.
 
-        Raises:
-            InvalidRequest: The text has more than `MAX_LISTED_TOKENS` tokens, and more than the context.
+        Raises `InvalidRequest` if there are more than `MAX_LISTED_TOKENS`, and more than the context.
         """
         most = max(MAX_LISTED_TOKENS, self.model.limits.max_model_len)
         limits = EncodingLimits(self.model.limits.max_text_bytes, enough_tokens=most + 1)
@@ -242,7 +219,6 @@ class Service:
         arguments: Mapping[str, Any],
         options: ChatOptions | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation after the chat template was applied."""
         size = messages_size(messages)
         return await self._read(size, chat_token_ids, self.decoder, messages, arguments, options)
 
@@ -252,7 +228,6 @@ class Service:
         arguments: Mapping[str, Any],
         options: ChatOptions | None = None,
     ) -> str:
-        """Return the text that the chat template makes of a conversation."""
         return await self._read(messages_size(messages), render_chat, self.decoder, messages, arguments, options)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -1,13 +1,12 @@
-"""Bounds on tokenization that are known before a token exists: the least number of tokens of a text, and where to cut it.
+"""Bounds on tokenization that are known before a token exists: the least number of tokens, and where to cut a text.
 
 The tokenizers library takes 130 to 160 bytes of memory and up to a microsecond of one core for each byte of text. A
 text is therefore compared with the context first, and a long one is tokenized in chunks where that changes nothing.
 
 **The least number of tokens.** Each byte b of a text has a weight: 1 / L(b), where L(b) is the number of bytes of the
 longest token that contains b. A token of n bytes has only bytes with L ≥ n, so the weights of its bytes add up to at
-most 1, and a text has at least as many tokens as the sum of its weights. The sum is taken in blocks and ends at the
-limit. It never exceeds the true number, so a text that fits is never refused. A byte whose text can vanish, or can be
-one token with any number of others, has weight 0:
+most 1, and a text has at least as many tokens as the sum of its weights. A text that fits is never refused. A byte that
+can vanish, or can be one token with any number of others, has weight 0:
 
 - white space, if the pre-tokenizer drops it or an added token strips it (`lstrip`, `rstrip`);
 - characters outside the vocabulary, if unknown characters are dropped or joined into one token;
@@ -74,9 +73,8 @@ Input = str | tuple[str, str]  # a text or a pair
 class EncodingLimits:
     """Bounds on the work for one text.
 
-    `max_bytes` is the number of bytes that one call of the library may take. `enough_tokens` is the number of tokens
-    after which a text that is tokenized in chunks need not be continued, from its beginning, or from its end with
-    `keeps_end`.
+    One call of the library may take `max_bytes`. A text in chunks need not be continued after `enough_tokens`, from its
+    beginning, or from its end with `keeps_end`.
     """
 
     max_bytes: int = sys.maxsize
@@ -97,7 +95,6 @@ UNBOUNDED = EncodingLimits()
 
 
 def num_characters(one: Input) -> int:
-    """Return the number of characters of a text or a pair."""
     return len(one) if isinstance(one, str) else sum(map(len, one))
 
 
@@ -117,11 +114,9 @@ def batches(inputs: Sequence[Input]) -> Iterator[list[Input]]:
 
 
 class LeastTokens:
-    """Number of tokens that a text has at least, without special tokens, counted part by part.
+    """Least number of tokens of a text, without special tokens, counted part by part.
 
-    Args:
-        weights: Weight of each byte; None if nothing is known of the tokenizer.
-        ascii_only: Only texts in ASCII are weighed.
+    `weights` of each byte are None if nothing is known. With `ascii_only` only texts in ASCII are weighed.
     """
 
     def __init__(self, weights: NDArray[numpy.float64] | None, ascii_only: bool) -> None:
@@ -141,17 +136,12 @@ class LeastTokens:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that these parts have at least; 0: nothing is known."""
+        """Least number of tokens of these parts; 0: nothing is known."""
         return max(math.ceil(self._total - _ROUNDING), 0)
 
 
 class TextBounds:
-    """Weights and cuts of one tokenizer.
-
-    Args:
-        inner: The tokenizer of the library, complete.
-        byte_of_character: GPT-2's byte-level alphabet, as character to byte.
-    """
+    """Weights and cuts of one tokenizer. `byte_of_character` is GPT-2's byte-level alphabet."""
 
     def __init__(self, inner: tokenizers.Tokenizer, byte_of_character: Mapping[str, int]) -> None:
         self._inner, self._byte_of_character = inner, byte_of_character
@@ -168,9 +158,9 @@ class TextBounds:
         self._long_word = self._long_word_pattern()
 
     def least_tokens(self, text: str, limit: int) -> int:
-        """Return a number of tokens that the text has at least, without special tokens.
+        """Return the least number of tokens of the text, without special tokens; 0: nothing is known.
 
-        The count ends soon after `limit`. 0: nothing is known.
+        The count ends soon after `limit`.
         """
         if self._ascii_only and not text.isascii():
             return 0
@@ -183,7 +173,6 @@ class TextBounds:
         return count.tokens
 
     def new_count(self) -> LeastTokens:
-        """Return a count for a text that arrives in parts."""
         return LeastTokens(self._weights, self._ascii_only)
 
     def chunks(self, text: str) -> Iterator[tuple[int, int]]:
@@ -203,8 +192,8 @@ class TextBounds:
     def shorten(self, text: str) -> str:
         """Return a text with the same tokens, in which no run of ASCII letters and digits is needlessly long.
 
-        A vocabulary of word pieces has one unknown token for each word that is longer than its limit. So only the
-        limit's characters of a longer run matter, and one more.
+        A vocabulary of word pieces has one unknown token for each word beyond its limit. So only the limit's characters
+        of a longer run matter, and one more.
         """
         if self._long_word is None:
             return text
@@ -243,10 +232,7 @@ class TextBounds:
         return longest
 
     def _token_spellings(self, token: str) -> tuple[bytes, ...]:
-        """Return the texts that a token may stand for; a shorter one counts as long as the longest.
-
-        U+2581 stands for a space or for itself.
-        """
+        """Return the texts that a token may stand for. U+2581 stands for a space or for itself."""
         if self._is_byte_level:
             values = [self._byte_of_character.get(character) for character in token]
             return (token.encode() if None in values else bytes(value for value in values if value is not None),)
@@ -335,7 +321,7 @@ class TextBounds:
         return None
 
     def _long_word_pattern(self) -> re.Pattern[str] | None:
-        """Return the pattern of a run that is longer than a word may be; None if every character of a word may matter."""
+        """Return the pattern of a run that is longer than a word may be; None if every character may matter."""
         if (
             self._model != "WordPiece"
             or self._kinds != ["BertPreTokenizer"]

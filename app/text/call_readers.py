@@ -38,7 +38,7 @@ class CallReader(Protocol):
     """Reader of one call.
 
     `name` is None until it is certain that the text is a call. `text` are all characters that were read, and `unread`
-    those of them that follow the call.
+    its end that follows the call.
     """
 
     name: str | None
@@ -50,7 +50,7 @@ class CallReader(Protocol):
         """Read a character. Raises `NotACall`; if `name` is known, the rest of a call cannot be read."""
 
     def arguments(self) -> str:
-        """Return the characters of the arguments that are new, as JSON; empty before the name is known."""
+        """Return the new characters of the arguments, as JSON; empty before the name is known."""
 
 
 class NotACall(ValueError):
@@ -69,7 +69,6 @@ class _JsonSyntax:
         self._is_key = self._escaped = False
 
     def push(self, character: str) -> None:
-        """Read a character. Raises `NotACall`."""
         if self._expects == "string":
             if character == '"' and not self._escaped:
                 self._expects = "colon" if self._is_key else "more"
@@ -123,7 +122,6 @@ class ObjectReader:
         self._given = 0  # characters of the arguments that were returned
 
     def push(self, character: str) -> None:
-        """Read a character. Raises `NotACall`."""
         self.text.append(character)
         if self.name is None:
             self._syntax.push(character)
@@ -165,7 +163,6 @@ class ObjectReader:
             self._arguments = "".join(self.text)
 
     def arguments(self) -> str:
-        """Return the characters of the arguments that are new; empty before the name is known."""
         if self.name is None:
             return ""
         new = ""
@@ -199,7 +196,6 @@ class ObjectReader:
         self._is_value, self._part = True, None
 
     def _end_part(self) -> None:
-        """Take the value that ends before the last character."""
         if self._is_value and self._part is not None:
             text = "".join(self._part).rstrip(SPACES)
             if self._key in _NAME_KEYS and self.name is None:
@@ -238,7 +234,7 @@ def _text(value: Any) -> str:
 def _argument_text(text: str) -> str:
     """Return arguments as JSON. Some models write the text of an object as a JSON string, or null for none.
 
-    Anything else, which is no object, stays as the model wrote it, so that nobody takes it for a call without arguments.
+    What is no object stays as the model wrote it, so that nobody takes it for a call without arguments.
     """
     if text.startswith("{"):
         return text
@@ -247,7 +243,7 @@ def _argument_text(text: str) -> str:
 
 
 class NamedReader:
-    """Reader of a call whose name is before the JSON of its arguments, such as `name[ARGS]{…}`."""
+    """Reader of a call with its name before the JSON of its arguments, such as `name[ARGS]{…}`."""
 
     def __init__(self, form: ToolFormat, head: str) -> None:
         self.name: str | None = None
@@ -257,7 +253,6 @@ class NamedReader:
         self._size = 0  # of the text before the arguments; -1 after it
 
     def push(self, character: str) -> None:
-        """Read a character. Raises `NotACall`."""
         self.text.append(character)
         if self._size < 0:
             self._inner.push(character)
@@ -272,7 +267,6 @@ class NamedReader:
         self.finished = self._inner.finished
 
     def arguments(self) -> str:
-        """Return the characters of the arguments that are new."""
         return self._inner.arguments()
 
     def _begin(self, character: str) -> None:
@@ -286,7 +280,6 @@ class NamedReader:
 
 @lru_cache(maxsize=64)
 def _headers(form: ToolFormat) -> list[re.Pattern[str]]:
-    """Return the patterns of a call's text before its arguments."""
     found = []
     for pattern in (form.call, *form.also):
         if "{arguments}" not in pattern or (form.reads_objects and pattern.startswith('{"')):
@@ -328,7 +321,6 @@ class _ParametersReader:
         self._new: list[str] = []
 
     def arguments(self) -> str:
-        """Return the characters of the arguments that are new."""
         if self.name is None:
             return ""
         new = "".join(self._new)
@@ -336,7 +328,7 @@ class _ParametersReader:
         return new
 
     def _ends_name(self, character: str, end: str) -> bool:
-        """Read a character of the call's name, and return True if it is the one after it. Raises `NotACall`."""
+        """Read a character of the call's name; True if it is the one after it. Raises `NotACall`."""
         if character == end and self._name:
             return True
         if not (character.isalnum() or character in "_-.") or len(self._name) >= _MAX_HEADER_CHARACTERS:
@@ -346,10 +338,10 @@ class _ParametersReader:
 
 
 class TaggedReader(_ParametersReader):
-    """Reader of a call whose parameters are between tags, such as `<parameter=city>Paris</parameter>`.
+    """Reader of a call with parameters between tags, such as `<parameter=city>Paris</parameter>`.
 
-    Values are texts: `schema`, that of the tool's arguments, says which of them are numbers or objects. The text of a
-    string is returned as it grows. A call that breaks off has incomplete JSON.
+    Values are texts; the tool's `schema` says which of them are numbers or objects. The text of a string is returned as
+    it grows. A call that breaks off has incomplete JSON.
     """
 
     def __init__(self, form: ToolFormat, head: str, schemas: Mapping[str, Mapping[str, Any]]) -> None:
@@ -362,7 +354,6 @@ class TaggedReader(_ParametersReader):
         self._is_text: bool | None = None  # the tag says that the value is a text, or that it is none
 
     def push(self, character: str) -> None:
-        """Read a character. Raises `NotACall`."""
         if self.name is None:  # a long call is not kept
             self.text.append(character)
         if self._state == "value":
@@ -518,7 +509,7 @@ def _marks(form: ToolFormat) -> _Marks:
 
 
 class ElementReader(TaggedReader):
-    """Reader of a call whose parameters are elements, such as `<city>Paris</city>`, and so are the members of values."""
+    """Reader of a call with elements as parameters, such as `<city>Paris</city>`, and as members of values."""
 
     _depth, _tag = 0, -1  # elements that are open in the value, and the place where a tag in it begins
 
@@ -596,7 +587,6 @@ class PythonicReader(_ParametersReader):
         self._escaped = False
 
     def push(self, character: str) -> None:
-        """Read a character. Raises `NotACall`."""
         self.text.append(character)
         if self._state == "name":
             self._push_name(character)
@@ -684,7 +674,6 @@ class QuotedReader(_ParametersReader):
         self._word = ""
 
     def push(self, character: str) -> None:
-        """Read a character. Raises `NotACall`."""
         self.text.append(character)
         if self._state == "name":
             self._push_name(character)

@@ -1,8 +1,7 @@
 """Chat templates of checkpoints: convert a conversation to the text that the model was trained on.
 
-A template is untrusted code that came with the checkpoint. It is compiled and rendered in a process of its own, in
-jinja2's sandbox, within limits of CPU time and memory (`text/sandbox.py`). Faults of a template are errors of
-the request that used it.
+A template is untrusted code that came with the checkpoint. It runs in a process of its own, in jinja2's sandbox, within
+limits of CPU time and memory (`text/sandbox.py`). Its faults are errors of the request that used it.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ Message = Mapping[str, Any]
 class ChatOptions:
     """What a template gets besides the messages.
 
-    `tools` and `documents` are in the form of OpenAI's API and of transformers. With `continue_final_message`, the
-    text ends with the content of the last message, which the model continues.
+    `tools` and `documents` are in the form of OpenAI's API and of transformers. With `continue_final_message`, the text
+    ends with the content of the last message, which the model continues.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -74,8 +73,8 @@ _JSON_FAULTS = (TypeError, ValueError, RecursionError)
 class ChatTemplate:
     """A compiled chat template; any thread may render it.
 
-    `named_tokens` (bos_token, eos_token, …) are variables of the template. The rendered text contains all special
-    tokens that it needs: it is encoded without adding any, as transformers does.
+    `named_tokens` (bos_token, eos_token, …) are variables of the template. The text has all special tokens that it
+    needs, so it is encoded without adding any, as transformers does.
     """
 
     def __init__(
@@ -85,16 +84,9 @@ class ChatTemplate:
         limits: TemplateLimits | None = None,
         name: str = "",
     ) -> None:
-        """Start the template's process and wait until it has compiled the template.
+        """Compile the template in its process. `limits` are of one rendering; `name` is for messages.
 
-        Args:
-            source: The template.
-            named_tokens: Variables of the template.
-            limits: CPU time and memory of one rendering.
-            name: Where the template comes from, for messages.
-
-        Raises:
-            CheckpointInvalid: The template has an error, or exceeds its limits already when it is compiled.
+        Raises `CheckpointInvalid` if the template has an error, or exceeds its limits already when it is compiled.
         """
         self._named_tokens = dict(named_tokens)
         self.source = source
@@ -167,15 +159,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt's text, up to where the assistant's answer begins.
 
-        Args:
-            messages: The conversation.
-            arguments: Further variables of the template.
-            options: Tools, documents, and where the text ends.
-            syntax: The form of calls for a template that knows none.
-
-        Raises:
-            InvalidRequest: The messages do not fit the template, it fails on them, or it leaves out a part of them.
-            TemplateStopped: The template needs too much time or memory.
+        A template that knows no calls gets them in the form `syntax`. Raises `InvalidRequest` if the messages do not
+        fit the template, it fails on them, or it leaves out a part of them, and `TemplateStopped` if it needs too much
+        time or memory.
         """
         template = self.chosen(messages, options)
         return template._render_all(messages, arguments or {}, options or ChatOptions(), syntax)
@@ -220,13 +206,10 @@ class ChatTemplate:
         return text
 
     def _check_whole(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
-        """Check that the template writes every part of a conversation.
+        """Raise an `InvalidRequest` that names a part of the conversation that the template leaves out.
 
-        The conversation is rendered once more with a word in place of each text, and all words must be found. The result
-        holds for all conversations of the same shape.
-
-        Raises:
-            InvalidRequest: It leaves out a part, which the message names.
+        The conversation is rendered once more with a word in place of each text, and all words must be found. The
+        result holds for all conversations of the same shape.
         """
         marked = MarkedTexts(messages, variables)
         shape = hashlib.sha256(json.dumps([marked.variables, marked.messages], sort_keys=True).encode()).digest()
@@ -253,7 +236,6 @@ class TemplateProcess:
     """A template in a process of its own. Any thread may render; renderings happen one after the other."""
 
     def __init__(self, source: str, limits: TemplateLimits) -> None:
-        """Start the process. `check` waits until it has compiled the template."""
         self._source, self._limits = source, limits
         self._lock = Lock()
         self._closed = False
@@ -261,16 +243,14 @@ class TemplateProcess:
         self._child = self._start()
 
     def check(self) -> Reply:
-        """Return the result of compiling the template: `TEXT`, or why it cannot be used."""
+        """Return `TEXT` once the template is compiled, or why it cannot be used."""
         with self._lock:
             return self._child.compiled()
 
     def render(self, variables: Mapping[str, Any]) -> Reply:
         """Return the rendered text, or why there is none.
 
-        Raises:
-            NotReady: The operating system could not start the process.
-            ServiceStopping: `close` was called.
+        Raises `NotReady` if the process could not be started, and `ServiceStopping` after `close`.
         """
         request = json.dumps(variables, ensure_ascii=False).encode("utf-8", "surrogatepass")
         if _COPIES * len(request) > self._limits.memory_bytes:
@@ -400,7 +380,6 @@ _NOT_CONTINUED = "continue_final_message needs a last message whose content the 
 
 
 def _ended_by(message: dict[str, Any], end: str) -> dict[str, Any]:
-    """Return the last message with a text that marks its end."""
     if message.get("tool_calls"):
         raise InvalidRequest(f"{_NOT_CONTINUED}; it has tool calls.", field="continue_final_message")
     content = message.get("content") or ""
@@ -431,13 +410,11 @@ def open_chat_template(
 ) -> ChatTemplate | None:
     """Return the checkpoint's chat template, or None if it has none.
 
-    It is `file`, if the operator names one; else chat_template.jinja with those in additional_chat_templates; else
+    It is `file`, if the operator names one; else chat_template.jinja with additional_chat_templates; else
     `chat_template` in tokenizer_config.json or in the metadata of a GGUF file, which may be several by their names. Of
     these, `default` is used, and `tool_use` for conversations with tools, as transformers does. A GGUF file without any
-    gets ChatML's, if its `tokens` are those of ChatML.
-
-    Raises:
-        CheckpointInvalid: The template cannot be read or used; the message names its file.
+    gets ChatML's, if its `tokens` are ChatML's. Raises a `CheckpointInvalid` that names the file if the template cannot
+    be read or used.
     """
     origin, sources = _template_sources(location, config, file)
     if not sources and location.is_file() and all(token in tokens for token in _CHATML_TOKENS):
@@ -460,7 +437,6 @@ def open_chat_template(
 
 
 def _template_sources(location: Path, config: Mapping[str, Any], file: Path | None) -> tuple[Path, dict[str, str]]:
-    """Return where templates come from, and the templates by their names."""
     if file is not None:
         try:
             return file, {"default": read_text(file, MAX_TEMPLATE_BYTES)}
@@ -493,10 +469,7 @@ def _named_sources(given: object, origin: Path) -> dict[str, str]:
 
 
 def _plain_json_copy(value: dict[str, Any], field: str) -> dict[str, Any]:
-    """Return a copy as plain JSON values.
-
-    So a template can neither reach nor change an object of this process.
-    """
+    """Return a copy as plain JSON values: a template can neither reach nor change an object of this process."""
     try:
         copy: dict[str, Any] = json.loads(json.dumps(value))
     except _JSON_FAULTS as error:
@@ -505,7 +478,7 @@ def _plain_json_copy(value: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _with_text_parts(message: dict[str, Any], place: int) -> dict[str, Any]:
-    """Return a message whose content is a text, null, or a list of text parts alone."""
+    """Return a message with a text, null, or a list of text parts alone as its content."""
     content = message.get("content")
     if isinstance(content, list):
         return message | {"content": [{"type": "text", "text": _text_of(part, place)} for part in content]}

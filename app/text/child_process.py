@@ -1,9 +1,8 @@
 """Processes with limits, in which the code of a client or of a checkpoint runs, and what both ends of one share.
 
 Code may be written to take hours or all memory. No check of its source can exclude that, and a thread cannot be ended.
-So it runs in a small Python process. That is started by exec, not by fork, so threads and torch do not matter; its
-environment is empty, so it has no key; it opens no file. The server waits for its answer with a limit, and kills it at
-any time.
+So it runs in a small Python process, started by exec, not by fork, so threads and torch do not matter. Its environment
+is empty, so it has no key; it opens no file. The server waits with a limit, and kills it at any time.
 
 A message has its length in front: a request is `length, JSON`, a reply is `status, length, UTF-8 text`.
 
@@ -56,7 +55,6 @@ class WorkCancelled(Exception):
 
 
 def stop_if_cancelled() -> None:
-    """Raise `WorkCancelled` if the flag of this context is set."""
     flag = CANCELLED.get()
     if flag is not None and flag.is_set():
         raise WorkCancelled
@@ -88,8 +86,8 @@ class ConvertRustErrors:
 def limit_memory(extra_bytes: int) -> None:
     """Allow this process `extra_bytes` more than it has, on Linux.
 
-    macOS reserves hundreds of GB of addresses for each process, so no limit of addresses fits there. The time limit and
-    the sandbox's own bounds are what is left.
+    macOS reserves hundreds of GB of addresses for each process, so only the time limit and the sandbox's bounds are
+    left.
     """
     pages = 0
     with suppress(OSError, ValueError, IndexError):  # /proc may be masked
@@ -150,7 +148,6 @@ def receive_request(connection: socket.socket) -> bytearray:
 
 
 def send_reply(connection: socket.socket, reply: Reply) -> None:
-    """Send the reply to a request."""
     status, text = reply
     content = text.encode("utf-8", "surrogatepass")
     connection.sendall(_REPLY_HEADER.pack(status, len(content)) + content)
@@ -171,10 +168,8 @@ def serve_requests(connection: socket.socket, cpu_seconds: float, answer: Callab
 def receive_reply(connection: socket.socket) -> Reply:
     """Return the next reply.
 
-    Raises:
-        EOFError: The process has ended.
-        OSError: The connection failed, or its timeout has passed.
-        ValueError: The process has sent anything but a reply.
+    Raises `EOFError` at the end of the process, `OSError` if the connection failed or its timeout has passed,
+    `ValueError` for anything but a reply.
     """
     status, length = _REPLY_HEADER.unpack(_receive(connection, _REPLY_HEADER.size))
     if length > _MAX_UTF8_BYTES * MAX_RENDERED_CHARACTERS:
@@ -197,8 +192,8 @@ def _receive(connection: socket.socket, length: int) -> bytearray:
 class ProcessKind:
     """A program in a process with limits.
 
-    `name` is for messages. `module` has `main`, which serves requests on standard input. `packages` are what it imports
-    besides the standard library. `environment` are its variables.
+    `module` has `main`, which serves requests on standard input. `packages` are its imports besides the standard
+    library.
     """
 
     name: str
@@ -208,14 +203,13 @@ class ProcessKind:
 
     @property
     def command(self) -> list[str]:
-        """The command, whose arguments are the only folders with packages that the process reads."""
+        """The command with its arguments: the only folders with packages that the process reads."""
         found = [find_spec(name) for name in self.packages]
         folders = dict.fromkeys(str(Path(spec.origin).parent.parent) for spec in found if spec and spec.origin)
         return [sys.executable or "python3", "-I", "-S", "-B", "-c", _MAIN, self.module, *folders]
 
     @property
     def variables(self) -> dict[str, str]:
-        """All environment variables of the process."""
         return {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | dict(self.environment)
 
 
@@ -228,7 +222,6 @@ class TemplateLimits:
 
     @property
     def wall_seconds(self) -> float:
-        """Longest wait for an answer."""
         return max(MIN_WALL_SECONDS, WALL_FACTOR * self.cpu_seconds)
 
 
@@ -236,11 +229,7 @@ class ChildProcess:
     """One process, from its start to its end. The owner's lock is held for everything but `kill`."""
 
     def __init__(self, kind: ProcessKind, limits: TemplateLimits, start: Mapping[str, Any]) -> None:
-        """Start the process. `start` is its first request, to which the limits are added.
-
-        Raises:
-            NotReady: The operating system could not start the process.
-        """
+        """Start the process. `start` is its first request, to which the limits are added. Raises `NotReady`."""
         self._limits = limits
         self._connection, other = socket.socketpair()
         try:
@@ -267,7 +256,6 @@ class ChildProcess:
 
     @property
     def ended(self) -> bool:
-        """True if the process cannot be asked any more."""
         return not self.end.alive
 
     def kill(self) -> None:
@@ -285,10 +273,8 @@ class ChildProcess:
     def ask(self, request: bytes, factor: int = 1, can_be_cancelled: bool = False) -> Reply:
         """Return the reply to a request. If there is none within the limits, times `factor`, the process is ended.
 
-        A process that needed too much memory is ended too, because what it has is fragmented.
-
-        Raises:
-            WorkCancelled: The request can be cancelled, and its client has left; the process is ended.
+        A process that needed too much memory is ended too, because what it has is fragmented. Raises `WorkCancelled` if
+        the client has left; the process is ended.
         """
         wall_seconds = factor * self._limits.wall_seconds
         try:
@@ -318,7 +304,6 @@ class ChildProcess:
                 raise TimeoutError
 
     def _failure(self, error: Exception, factor: int) -> Reply:
-        """End the process, and return why it did not answer."""
         if not isinstance(error, TimeoutError):
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_SECONDS)

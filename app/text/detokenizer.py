@@ -22,12 +22,12 @@ _MAX_PENDING_BYTES = 3  # bytes: at most three of a UTF-8 character's four can b
 class IncrementalDetokenizer:
     """The text of a growing list of tokens, cut at the first stop string.
 
-    The joined results of `push` and `flush` equal decoding all tokens at once. Each push decodes a window of the
-    last tokens, so a token costs the same at any length. `context` are the tokens before the first one: the end of
-    the prompt in a completion, so that a sentencepiece decoder keeps the space before the first word; empty in a
-    chat, where the answer starts a text. `literals` are the special tokens that are part of the text, by id. A stop
-    string that the first `min_tokens` tokens complete does not end the text, as in vLLM. Stop strings may contain
-    special tokens, which are not shown.
+    The joined results of `push` and `flush` equal decoding all tokens at once. Each push decodes a window of the last
+    tokens, so a token costs the same at any length. `context` are the tokens before the first one: the end of the
+    prompt in a completion, so that a sentencepiece decoder keeps the space before the first word; empty in a chat,
+    where the answer starts a text. `literals` are the special tokens that are part of the text, by id. A stop string
+    that the first `min_tokens` tokens complete does not end the text, as in vLLM. Stop strings may contain special
+    tokens, which are not shown.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class IncrementalDetokenizer:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended the text; no text follows it."""
         return self._stops.matched
 
     def push(self, token_id: int) -> str:
@@ -104,10 +103,7 @@ class IncrementalDetokenizer:
                 return
 
     def _context_length(self) -> int:
-        """Return the number of complete characters in the context.
-
-        The context may end within a character that the next tokens complete.
-        """
+        """Count the complete characters of the context, which may end within one that the next tokens complete."""
         text = self._decoded()
         meant = b"".join(map(self._tokenizer.token_bytes, self._window)).endswith(_REPLACEMENT.encode())
         return len(text) if meant else len(text.rstrip(_REPLACEMENT))
@@ -127,16 +123,12 @@ class IncrementalDetokenizer:
 class StopStrings:
     """A filter that lets text through up to the first complete stop string; the text ends before it.
 
-    If two stop strings end at the same character, the longer one counts. The boundaries between the parts make no
-    difference. Each stop string is matched with the Knuth-Morris-Pratt automaton, so a character costs one step per
-    stop string, however much text is held back.
+    If two stop strings end at the same character, the longer one counts. Each stop string is matched with the
+    Knuth-Morris-Pratt automaton, so a character costs one step per stop string, however much text is held back.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False, hidden: Collection[str] = ()) -> None:
-        """Set the stop strings.
-
-        `hidden`: texts of special tokens, which are not shown. Only stop strings that contain one of them see them.
-        """
+        """Set the stop strings. Only those that contain one of `hidden`, texts of special tokens, see them."""
         self.matched: str | None = None
         self._include = include  # the text ends after the stop string, not before it
         # Not shown yet: the longest suffix of the text that is a prefix of a stop string. A mark is 1 if its character

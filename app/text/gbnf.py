@@ -26,23 +26,20 @@ class GbnfError(ValueError):
 
 
 def is_gbnf(text: str) -> bool:
-    """Return True if a grammar is written in GBNF: it has a rule `name ::=`."""
+    """Return True if a grammar has a rule `name ::=`."""
     return _HEAD.search(text) is not None
 
 
 def gbnf_to_lark(text: str) -> str:
     """Return a GBNF grammar in the library's Lark syntax.
 
-    Raises:
-        GbnfError: The grammar is not valid, or has something that only llama.cpp knows: tokens as `<…>`.
+    Raises `GbnfError` if it is not valid, or has something that only llama.cpp knows: tokens as `<…>`.
     """
     return _Reader(text).grammar()
 
 
 @dataclass(slots=True)
 class _Reader:
-    """One grammar that is read from its beginning to its end."""
-
     text: str
     place: int = 0
     rules: dict[str, str] = field(default_factory=dict)

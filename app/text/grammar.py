@@ -1,7 +1,7 @@
 """Grammars of structured output: JSON schemas, regular expressions, choices and context-free grammars.
 
-The library llguidance compiles a grammar and computes the tokens that may come next. A grammar is compiled in a process
-with limits first (`text/grammar_process.py`), and in the server once it is known to be cheap.
+The library llguidance computes the tokens that may come next. A grammar is compiled in a process with limits first
+(`text/grammar_process.py`), and in the server once it is known to be cheap.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class SlashEscape:
 
     @classmethod
     def find(cls, vocabulary: LLTokenizer) -> SlashEscape | None:
-        """Return the tokens of a vocabulary; None if it has no such tokens."""
         slash, same = (vocabulary.greedy_tokenize(text) for text in ("/", "u002f"))
         if len(slash) != 1 or vocabulary.decode_bytes(slash) != b"/" or vocabulary.decode_bytes(same) != b"u002f":
             return None
@@ -74,10 +73,10 @@ _MakeRepeats = Callable[[], JsonRepeats]
 class CompiledGrammar:
     """A grammar for one vocabulary. Any thread may use it.
 
-    `matcher` is at its start. `field` is the client's name for the grammar. `spelled` are the added tokens whose text is
-    part of the grammar's, each with the tokens as which it is read: special ones as their letters, others as themselves.
-    These are checked too since the library, where several texts begin alike, may allow the usual tokens of that beginning
-    alone. `slash` and `make_repeats` are for JSON.
+    `matcher` is at its start. `spelled` are the added tokens with text that is part of the grammar's, each with the
+    tokens as which it is read: special ones as their letters, others as themselves. These are checked too since the
+    library, where several texts begin alike, may allow the usual tokens of that beginning alone. `slash` and
+    `make_repeats` are for JSON.
     """
 
     matcher: LLMatcher
@@ -88,7 +87,6 @@ class CompiledGrammar:
     make_repeats: _MakeRepeats | None = None
 
     def start(self) -> MatcherState:
-        """Return the state before the first token of a sequence."""
         return MatcherState(self)
 
 
@@ -106,7 +104,6 @@ class MatcherState:
         self.error = ""
 
     def fill_masks(self, address: int, row_bytes: int, draft_ids: Sequence[int]) -> None:
-        """Write the mask of the next token, and of the one after each draft token."""
         repeats = self._repeats
         with _Panics(self):
             was_open, count = self._is_escape_open, 0
@@ -125,7 +122,6 @@ class MatcherState:
             self._check()
 
     def advance(self, token_id: int) -> None:
-        """Take a sampled token."""
         if self.finished or self.error:
             return
         with _Panics(self):
@@ -143,7 +139,6 @@ class MatcherState:
             self.finished = not self.error and self._matcher.is_stopped()
 
     def count_valid(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens may follow in order and leave the text unfinished."""
         ends = self._grammar.eos_token_ids
         known = next((place for place, one in enumerate(token_ids) if one in ends), len(token_ids))
         with _Panics(self):
@@ -164,7 +159,6 @@ class MatcherState:
         return count
 
     def forced_tokens(self) -> Sequence[int]:
-        """Return the first tokens of the text that must follow."""
         if self.finished or self.error:
             return []
         if not self._forced:
@@ -264,9 +258,7 @@ class GrammarCompiler:
     def compile(self, source: GrammarSource) -> CompiledGrammar:
         """Compile a grammar, or return it if it was compiled before.
 
-        Raises:
-            InvalidRequest: The source is too large, is not valid, needs too much time or memory, or has something that
-                the library cannot do, which the message names.
+        Raises an `InvalidRequest` that says what is too large, not valid, or unknown to the library.
         """
         return self.compile_quickly(source) or self.compile_slowly(source)
 
@@ -285,7 +277,6 @@ class GrammarCompiler:
         return self._compile(source, self._quick, self._kept, MAX_KEPT_GRAMMARS)
 
     def compile_slowly(self, source: GrammarSource) -> CompiledGrammar:
-        """Compile a grammar that takes long. Raises as `compile` does."""
         compiled = self._compile(source, self._slow, self._kept_slow, MAX_KEPT_SLOW_GRAMMARS)
         assert compiled is not None, "the slow process decides"
         return compiled
@@ -349,7 +340,7 @@ class GrammarCompiler:
         return TokenBytes(self._texts)
 
     def tokens_in(self, source: GrammarSource) -> Mapping[int, str]:
-        """Return the special tokens, by id, whose texts a grammar has.
+        """Return the special tokens, by id, that a grammar has as texts.
 
         One may be written as the token or as its letters, and either way it is part of the text.
         """
@@ -357,7 +348,7 @@ class GrammarCompiler:
         return {token_id: name for token_id, name in self._added_in(source) if token_id in special}
 
     def _added_in(self, source: GrammarSource) -> Sequence[tuple[int, str]]:
-        """Return the added tokens whose texts a grammar has, the longest ones if they are many."""
+        """Return the added tokens that a grammar has as texts, the longest ones if they are many."""
         text = source.literal_text()
         known = sorted(self._inner.added_tokens.items(), key=lambda one: len(one[1]), reverse=True)
         found = (one for one in known if one[1] in text and one[0] < self._vocab_size)
@@ -435,7 +426,7 @@ def _keep(kept: OrderedDict[GrammarSource, T], source: GrammarSource, value: T, 
 
 
 def _on_large_stack(make: Callable[[], LLMatcher], source: GrammarSource) -> LLMatcher:
-    """Return the result of `make`, which runs on a thread whose stack the recursion of large grammars fits."""
+    """Return the result of `make`, on a thread with a stack that the recursion of large grammars fits."""
     with _STACK_LOCK:
         before = threading.stack_size(STACK_BYTES)
         try:

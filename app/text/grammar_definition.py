@@ -111,7 +111,7 @@ _RULE = re.compile(r"(?<![\w-])[A-Za-z_][\w-]*+\s*+(?:\[[^\[\]]*+\]\s*+)?+:")
 
 
 def _most_properties(source: GrammarSource) -> int:
-    """Return the largest number of members of any object in a schema; 0 if it is no JSON, which the library refuses."""
+    """Return the largest number of members of any object in a schema; 0 if it is no JSON."""
     try:
         pending = [json.loads(source.text)] if source.kind == "json_schema" else []
     except (ValueError, RecursionError):
@@ -140,7 +140,7 @@ def _library_grammar(source: GrammarSource) -> str:
 
 
 def _with_ready_schemas(grammar: str) -> str:
-    """Return a Lark grammar of ours whose schemas are narrowed and closed.
+    """Return a Lark grammar of ours with narrowed and closed schemas.
 
     Texts of clients in it have their quotes escaped, so they never look like `json_style`.
     """
@@ -168,7 +168,6 @@ def _schema_grammar(text: str, is_open: bool) -> str:
 
 
 def refusal(source: GrammarSource, reason: str) -> InvalidRequest:
-    """Return the error of a grammar that cannot be followed."""
     if source.kind == "lark":  # our own text, which says nothing to a client
         reason = re.sub(r"^at \d+\(\d+\): ", "", reason.partition("\n")[0])
     sentence = " ".join(reason.split())

@@ -67,10 +67,8 @@ class GrammarProcess:
     def compile(self, source: GrammarSource) -> Reply:
         """Return the definition of a grammar that can be compiled within the limits, or why there is none.
 
-        Raises:
-            NotReady: The operating system could not start the process.
-            ServiceStopping: `close` was called.
-            WorkCancelled: The client has left.
+        Raises `NotReady` if the process could not be started, `ServiceStopping` after `close`, and `WorkCancelled` if
+        the client has left.
         """
         with self._lock:
             child = self._running()
@@ -98,8 +96,8 @@ class GrammarProcess:
 def main() -> None:
     """Serve requests from standard input, which is a socket, until it is closed.
 
-    The first request has the vocabulary and the limits, in bytes and CPU seconds. Each further request has a source of
-    a grammar; the reply is its definition. All runs on a thread whose stack the recursion of large grammars fits.
+    The first request has the vocabulary and the limits, in bytes and CPU seconds. Each further request has a source;
+    the reply is its definition. All runs on a thread with a stack that the recursion of large grammars fits.
     """
     begun = threading.Event()
     connection = socket.socket(fileno=0)
@@ -141,7 +139,6 @@ class _BareVocabulary:
         self.bos_token_id = None
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the tokens of a text, which are its bytes."""
         return [self._ids[byte] for byte in text]
 
 

@@ -24,8 +24,8 @@ _MAX_HEADER_CHARACTERS = 400
 class HarmonyParser:
     """Parser of one choice's text, which begins after `<|start|>assistant` and may be divided in any way.
 
-    `tools` are the names of the tools; None: messages to tools are content. `parallel` False: calls after the first are
-    dropped. Text that is no message of this format is content.
+    `tools` are names; None: messages to tools are content. Without `parallel`, calls after the first are dropped. Text
+    that is no message of this format is content.
     """
 
     def __init__(self, tools: Collection[str] | None, new_id: Callable[[], str], parallel: bool = True) -> None:
@@ -41,13 +41,11 @@ class HarmonyParser:
         self._new = ParsedText()
 
     def push(self, text: str) -> ParsedText:
-        """Return what is certain after more text."""
         for character in text:
             self._take(character)
         return self._certain()
 
     def flush(self) -> ParsedText:
-        """Return the rest at the end of the text."""
         if self._part is None:
             if not self._begun or _CHANNEL.search("".join(self._header)) is None:
                 self._add("content", "".join((*self._spaces, *self._header)) + self._held)
@@ -70,7 +68,6 @@ class HarmonyParser:
             self._take_beginning(character)
 
     def _take_beginning(self, character: str) -> None:
-        """Decide whether the text has messages."""
         if not self._held and character.isspace():
             self._spaces.append(character)
             return

@@ -1,8 +1,7 @@
 """Prompts of fill-in-the-middle models: what comes before and after a gap, with the special tokens around them.
 
-The format is the one that the models were trained with, prefix first: Bavarian et al., "Efficient Training of Language
-Models to Fill in the Middle", 2022. Qwen's coders, StarCoder, CodeLlama, DeepSeek's coders and others differ only in
-the names of the tokens.
+The format is prefix first: Bavarian et al., "Efficient Training of Language Models to Fill in the Middle", 2022. Qwen's
+coders, StarCoder, CodeLlama, DeepSeek's coders and others differ only in the names of the tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class InfillPrompt:
 
 @dataclass(frozen=True, slots=True)
 class InfillFormat:
-    """The special tokens of a fill-in-the-middle model. `file_id` comes before the name of another file, if there is one."""
+    """The special tokens of a fill-in-the-middle model. `file_id`, if any, comes before another file's name."""
 
     prefix_id: int
     suffix_id: int
@@ -46,7 +45,6 @@ class InfillFormat:
     end_ids: tuple[int, ...]
 
     def file_ids(self, tokenizer: Tokenizer, name: str, text: str) -> list[int]:
-        """Return the tokens of another file."""
         if self.file_id is None:
             return tokenizer.encode(f"\n\n--- {name} ---\n\n{text}", add_special_tokens=False)
         return [self.file_id, *tokenizer.encode(f"{name}\n{text}\n", add_special_tokens=False)]

@@ -26,8 +26,6 @@ _CLOSED = (b'"', b"}", b"]", b"true", b"false", b"null")  # ends of values that 
 
 
 class TokenBytes:
-    """The bytes of each token of a vocabulary, and the tokens by the bytes that they begin with."""
-
     def __init__(self, texts: Sequence[bytes]) -> None:
         self.texts = texts
         self._ids = sorted((token_id for token_id, text in enumerate(texts) if text), key=texts.__getitem__)
@@ -42,7 +40,6 @@ class TokenBytes:
         return self._known[prefix]
 
     def beginning_with(self, prefix: bytes) -> Iterator[int]:
-        """Yield the tokens that begin with a text."""
         for place in range(bisect_left(self._sorted, prefix), len(self._sorted)):
             if not self._sorted[place].startswith(prefix):
                 return
@@ -57,7 +54,6 @@ class SchemaPlaces:
         self.root = self.place([root])
 
     def place(self, schemas: Sequence[Any]) -> Place:
-        """Return a place that these schemas may describe."""
         self._places += 1
         found: dict[int, Schema] = {}
         pending = list(schemas)
@@ -76,8 +72,6 @@ class SchemaPlaces:
 
 
 class Place:
-    """One place of a document."""
-
     def __init__(self, places: SchemaPlaces, schemas: list[Schema], is_unknown: bool) -> None:
         self._places, self._schemas = places, schemas
         self.is_unique = is_unknown or any(schema.get("uniqueItems") is True for schema in schemas)
@@ -85,7 +79,6 @@ class Place:
 
     @cached_property
     def items(self) -> Place:
-        """The place of an array's items."""
         found: list[Any] = []
         for schema in self._schemas:
             for word in ("items", "prefixItems", "additionalItems", "contains", "unevaluatedItems"):
@@ -94,7 +87,6 @@ class Place:
         return self._places.place(found)
 
     def child(self, name: str) -> Place:
-        """Return the place of a property's value."""
         if name not in self._children:
             found: list[Any] = []
             for schema in self._schemas:
@@ -147,7 +139,6 @@ class TextBefore:
 
     @classmethod
     def of(cls, source: GrammarSource) -> TextBefore:
-        """Return the texts before the JSON of a grammar."""
         return cls(source.after.encode(), source.opening.encode(), source.answer.encode())
 
     def length_in(self, text: bytearray) -> int:
@@ -167,8 +158,6 @@ class TextBefore:
 
 
 class JsonRepeats:
-    """The JSON of one sequence."""
-
     def __init__(self, places: SchemaPlaces, tokens: TokenBytes, before: TextBefore = TextBefore()) -> None:
         self._places, self._tokens, self._before = places, tokens, before
         self._text = bytearray()
@@ -176,11 +165,9 @@ class JsonRepeats:
         self._begins = before.length_in(self._text)  # of the JSON
 
     def copy_of_state(self) -> tuple[_Reading, int, int]:
-        """Return the state, for `restore`."""
         return self._now, self._begins, len(self._text)
 
     def restore(self, state: tuple[_Reading, int, int]) -> None:
-        """Forget what was read since."""
         self._now, self._begins, length = state
         del self._text[length:]
 
@@ -332,7 +319,7 @@ def _decoded(raw: bytes) -> Any:
 
 
 def _spelling(raw: bytes) -> str:
-    """Return a text that is the same for equal JSON values; of what is nested too deeply as it is written."""
+    """Return a text that is the same for equal JSON values; the text itself if it is nested too deeply."""
     try:
         return _one_spelling(json.loads(raw, parse_int=Decimal, parse_float=Decimal))
     except (ValueError, ArithmeticError, RecursionError):

@@ -115,7 +115,6 @@ class ReasoningParser:
         return "".join(reasoning), "".join(content)
 
     def flush(self) -> tuple[str, str]:
-        """Return the rest at the end of the text."""
         held = "".join(self._spaces) + self._held
         self._spaces, self._held = [], ""
         if self._part == "reasoning" or (self._part == "before" and self._is_open):
@@ -143,7 +142,6 @@ class ReasoningParser:
                 content += (*spaces, held)
 
     def _take_after(self, character: str, content: list[str]) -> None:
-        """Drop white space after the reasoning."""
         if character not in _SPACES:
             content.append(character)
             self._enter("content")

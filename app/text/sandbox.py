@@ -1,8 +1,8 @@
 """Sandbox of chat templates, and the process that renders in it. `TemplateProcess` in `text/chat.py` starts it.
 
 A template is untrusted code that came with the checkpoint. It runs in jinja2's sandbox with the environment of Hugging
-Face chat templates. The bounds on loops, numbers and output give clear errors. What they miss is ended by the limits of
-the process: its CPU time by a timer of the kernel, which also ends a call within C code, and its memory by `RLIMIT_AS`.
+Face chat templates. Bounds on loops, numbers and output give clear errors. What they miss is ended by the limits of the
+process: its CPU time by a timer of the kernel, which also ends a call within C code, and its memory by `RLIMIT_AS`.
 This module imports neither torch nor numpy nor the server, so the process takes about 20 MB.
 """
 
@@ -117,7 +117,7 @@ def _render(template: Template, request: bytearray) -> Reply:
 
 
 class ConversationRefused(TemplateError):
-    """Raised when the template calls `raise_exception`: its author considers the conversation invalid."""
+    """The template called `raise_exception`: its author considers the conversation invalid."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -145,11 +145,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def render_bounded(template: Any, variables: Mapping[str, Any]) -> str:
-    """Render a template of this sandbox.
-
-    Raises:
-        SecurityError: The template exceeds the bounds.
-    """
+    """Render a template of this sandbox. Raises `SecurityError` if it exceeds the bounds."""
     written: list[str] = []
     size = 0
     for chunk in template.generate({**variables, "range": _RangeBudget().range}):

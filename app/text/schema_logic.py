@@ -69,7 +69,7 @@ def _decimal(digits: str) -> str | None:
 
 
 def _some_digits(most: int) -> str:
-    """Return a pattern of at least one digit, of which the zeros at the end do not count."""
+    """Return a pattern of at least one digit, without counting zeros at the end."""
     return rf"(?:\d{{1,{most}}}0*)" if most else "0+"
 
 
@@ -162,10 +162,7 @@ def _class_end(pattern: str, start: int) -> int:
 
 
 def all_but(whole: Iterable[str], begun: Iterable[str] = ()) -> str | None:
-    """Return a pattern of all texts but those in `whole`, and those that begin with one of `begun`.
-
-    None if it were too long.
-    """
+    """Return a pattern of all texts but `whole`, and texts that begin with one of `begun`; None if too long."""
     tree: dict[str, Any] = {}
     for texts, mark in ((whole, "whole"), (begun, "begun")):
         for text in texts:
@@ -255,7 +252,6 @@ class SchemaLogic:
         self._steps = 0
 
     def target(self, reference: Any) -> Any:
-        """Return the schema that a reference within this document names; None if it names none."""
         return target_of(self._root, reference)
 
     def is_circular(self, reference: Any) -> bool:
@@ -278,13 +274,12 @@ class SchemaLogic:
         return False
 
     def types(self, schema: Any) -> set[str]:
-        """Return the types that a schema may accept."""
         return self._types(self.parts(schema))
 
     def refusals(self, schema: Any, known: Collection[str] | None = None, depth: int = 0) -> list[Any]:
-        """Return schemas of which each accepts only values that `schema` refuses.
+        """Return schemas that each accept only values that `schema` refuses.
 
-        `known`: the names of properties whose values may decide; None for all.
+        `known`: the names of properties with values that may decide; None for all.
         """
         self._count()
         if schema is False or depth > MAX_DEPTH:
@@ -392,7 +387,6 @@ class SchemaLogic:
         )
 
     def values(self, schema: Any) -> list[Any] | None:
-        """Return the values that a schema lists; None if it lists none."""
         return listed_values(self.parts(schema))
 
     def _types(self, parts: Iterable[Schema], looks_inside: bool = True) -> set[str]:
@@ -436,7 +430,6 @@ class SchemaLogic:
 
 
 def any_of(schemas: Sequence[Any]) -> Any:
-    """Return a schema that accepts what one of these accepts."""
     return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
 
 

@@ -48,11 +48,8 @@ def narrow_schema(schema: Any, is_open: bool = False, has_repeats: bool = False)
     """Return a schema in words that the library knows, as far as possible. What is no schema is returned unchanged.
 
     `is_open`: objects that list their properties may have others, if the schema does not forbid it. `has_repeats`:
-    repeated items are noticed elsewhere.
-
-    Raises:
-        RecursionError: The schema is nested too deeply.
-        ValueError: It has too many alternatives, or refers to a schema at another address.
+    repeated items are noticed elsewhere. Raises `RecursionError` if it is nested too deeply, and `ValueError` if it has
+    too many alternatives, or refers to a schema at another address.
     """
     return _Narrowing(schema, is_open, has_repeats).schema(schema) if isinstance(schema, Mapping) else schema
 
@@ -102,7 +99,7 @@ class _Narrowing:
             self._check_progress(part, seen)
 
     def _without_siblings(self, schema: Schema) -> Schema:
-        """Return a schema without the words beside its `$ref`, if that leads back to itself and they say nothing.
+        """Drop the words beside a `$ref`, if it leads back to itself and they say nothing.
 
         The library does not combine such a reference with other words.
         """
@@ -265,7 +262,7 @@ class _Narrowing:
         return together
 
     def names(self, schema: Schema, done: dict[str, Any]) -> list[Any]:
-        """`propertyNames`: those of the listed names that it allows, and others by its list or its pattern."""
+        """`propertyNames`: the listed names that it allows, and others by its list or its pattern."""
         if "propertyNames" not in schema:
             return []
         names = schema["propertyNames"]
@@ -352,7 +349,6 @@ class _Narrowing:
         return together
 
     def _has_others(self, schema: Schema) -> bool:
-        """Return True if an object may have properties that are not listed."""
         return bool(schema.get("additionalProperties", self._is_open) is not False or "patternProperties" in schema)
 
     def repeated_items(self, schema: Schema, done: dict[str, Any]) -> list[Any]:
@@ -393,7 +389,7 @@ def _is_condition(schema: Any) -> bool:
 
 
 def _with_required(schema: Any) -> Any:
-    """Return a schema that demands the properties whose values it describes."""
+    """Return a schema that demands the properties with values that it describes."""
     listed = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(listed, Mapping):
         return schema
@@ -422,12 +418,10 @@ _OBJECT_WORDS = frozenset({"properties", "patternProperties", "required", "minPr
 
 
 def close_schema(schema: Any, is_open: bool = False) -> Any:
-    """Return a schema whose objects are closed. What is no schema is returned unchanged.
+    """Close the objects of a schema. What is no schema is returned unchanged.
 
-    `is_open`: only those are closed that forbid unevaluated properties.
-
-    Raises:
-        RecursionError: The schema is nested too deeply.
+    `is_open`: only objects that forbid unevaluated properties are closed. Raises `RecursionError` if it is nested too
+    deeply.
     """
     return _Closing(schema, is_open).result() if isinstance(schema, Mapping) else schema
 
@@ -493,7 +487,6 @@ class _Closing:
         return self._copy(schema, is_part=True) if isinstance(schema, Mapping) else schema
 
     def _open_reference(self, reference: Any) -> Any:
-        """Return a reference to a copy of a definition that is not closed."""
         target = self._target(reference)
         if target is None:
             return reference
@@ -507,7 +500,6 @@ class _Closing:
         return self._names[reference]
 
     def _target(self, reference: Any) -> Schema | None:
-        """Return the object schema that a reference within this document names."""
         found = target_of(self._root, reference)
         return found if isinstance(found, Mapping) else None
 

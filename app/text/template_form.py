@@ -40,7 +40,6 @@ class ThinkingVariables:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the variables, and of the word, that have an effect."""
         switch = () if self.switch is None else (self.switch[0],)
         return (*switch, *((self.effort,) if self.effort else ()), *((NO_THINK,) if self.by_word else ()))
 
@@ -70,7 +69,7 @@ class ThinkingVariables:
         return None if not isinstance(effort, str) else effort not in OFF
 
     def _accepted(self, effort: str) -> str | None:
-        """Return the accepted effort that is nearest, rather more than less; None for none where that is no effort."""
+        """Return the nearest accepted effort, rather more than less; None for none where that is no effort."""
         if effort in OFF:
             return next((level for level in OFF if level in self.efforts), None)
         if effort in self.efforts or effort not in LEVELS:
@@ -96,7 +95,7 @@ class SystemRules:
 
 
 def fold_system_messages(messages: Sequence[dict[str, Any]], rules: SystemRules) -> list[dict[str, Any]]:
-    """Return a conversation whose system messages are in places that the template writes.
+    """Return a conversation with its system messages in places that the template writes.
 
     Several first ones are joined. A later one is put before the user's next message if that follows directly, else
     after the user's last message if that precedes it, else it becomes a message of the user.
@@ -111,7 +110,7 @@ def fold_system_messages(messages: Sequence[dict[str, Any]], rules: SystemRules)
 
 
 def _without_system(messages: Sequence[dict[str, Any]], keeps_later: bool) -> list[dict[str, Any]]:
-    """Return messages whose system messages are folded; with `keeps_later` only those at the beginning."""
+    """Fold system messages; with `keeps_later` only those at the beginning."""
     done: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []
     for message in messages:
@@ -156,22 +155,20 @@ _INTRODUCTION = (
 
 
 def tool_prompt(tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
-    """Return a text that explains the tools and how to call them."""
     listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     example = write_calls(form, [("function", {"parameter": "value"})])
     return _INTRODUCTION.format(tools=listed, example=example)
 
 
 def call_text(calls: Iterable[Message], form: ToolFormat) -> str:
-    """Return calls, whose arguments are objects, as text."""
     return write_calls(form, [(call["function"]["name"], call["function"]["arguments"]) for call in calls])
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages whose calls have ids of 9 letters and digits, as Mistral's templates demand.
+    """Return messages with call ids of 9 letters and digits, as Mistral's templates demand.
 
-    Other ids, which clients or other servers made, are replaced, the same one by the same one. A result without an id
-    gets the one of the first call that has no result yet.
+    Other ids are replaced, the same one by the same one. A result without an id gets the one of the first call that has
+    no result yet.
     """
     names = _ShortIds(messages)
     done: list[dict[str, Any]] = []
@@ -254,7 +251,6 @@ class TemplateForm:
     thinking: ThinkingVariables = _NO_VARIABLES
 
     def tool_variables(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the template's variables for tools."""
         if not tools or not self.tools:
             return dict(self.no_tools)
         bare = [tool.get("function", tool) for tool in tools]
@@ -274,11 +270,9 @@ class TemplateForm:
     ) -> list[dict[str, Any]]:
         """Return a conversation that the template can write.
 
-        Args:
-            messages: Messages whose content is a text, a list of text parts, or null beside calls.
-            tools: Functions that may be called.
-            syntax: The form of calls for a template that knows none.
-            thinks: Whether the model shall think, for a template that looks for the word in the system message.
+        Contents of `messages` are a text, a list of text parts, or null beside calls. A template that knows no calls
+        gets them in the form `syntax`, and one that looks for the word in the system message is told whether the model
+        `thinks`.
         """
         done = [dict(message) for message in messages]
         if tools and not self.tools:
@@ -294,7 +288,7 @@ class TemplateForm:
         return [self._with_content_form(message) for message in done]
 
     def _with_call_form(self, message: dict[str, Any], syntax: ToolFormat) -> list[dict[str, Any]]:
-        """Return a message, or two, whose calls or results are as the template writes them."""
+        """Return a message, or two, with calls or results as the template writes them."""
         calls, content = message.get("tool_calls"), message.get("content")
         if message["role"] == "tool" and not self.results:
             return [{"role": "user", "content": f"<tool_response>\n{joined(message)}\n</tool_response>"}]
@@ -331,7 +325,7 @@ class TemplateForm:
         return call | {"function": {**call["function"], "arguments": arguments}}
 
     def _joined_where_apart(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages in which no roles follow each other that the template keeps apart: their texts are joined."""
+        """Join the texts of messages with roles that may not follow each other."""
         done: list[dict[str, Any]] = []
         for message in messages:
             last = done[-1] if done else {"role": ""}
@@ -351,7 +345,7 @@ class TemplateForm:
 
 
 def _with_system_text(messages: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Return a conversation whose first message, which is of the system, ends with a text."""
+    """Return a conversation with a text at the end of its first message, which is of the system."""
     added = {"role": "system", "content": text}
     if messages[0]["role"] != "system":
         return [added, *messages]
@@ -359,7 +353,7 @@ def _with_system_text(messages: Sequence[dict[str, Any]], text: str) -> list[dic
 
 
 def _decoded_call(call: Message) -> dict[str, Any]:
-    """Return a call whose arguments are an object; what is none stays text, since it was the model's own mistake."""
+    """Return a call with an object as arguments; what is none stays text, since it was the model's own mistake."""
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -441,7 +435,6 @@ class _Trials:
         self._no_tools: Mapping[str, Any] = _NO_TOOLS[0]
 
     def form(self) -> TemplateForm:
-        """Try everything, and return what was found."""
         accepted = (variables for variables in _NO_TOOLS if self._text([_USER], **variables) is not None)
         self._no_tools = next(accepted, _NO_TOOLS[0])
         rules = self._system_rules()
@@ -524,7 +517,6 @@ class _Trials:
         return "also" if plain == listed else ""
 
     def _with_calls(self, form: TemplateForm) -> TemplateForm:
-        """Return the form with what was found about calls and results."""
         for short_ids in (False, True):
             for text_arguments in (False, True):
                 tried = replace(form, text_arguments=text_arguments, short_ids=short_ids)
@@ -551,7 +543,6 @@ class _Trials:
         return replace(form, call_text="before")
 
     def _called(self, form: TemplateForm, **message: Any) -> list[Message]:
-        """Return a conversation that ends with the result of a call."""
         return [_USER, _calls(form) | message, _result(form)]
 
 

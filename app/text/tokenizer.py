@@ -1,8 +1,4 @@
-"""The checkpoint's tokenizer: text to ids and back.
-
-Its files are read in `tokenizer_files.py`; conversations are in `chat.py`, streams of text in
-`detokenizer.py`. Any thread may use a tokenizer: it does not change after loading.
-"""
+"""The checkpoint's tokenizer: text to ids and back. Any thread may use it: it does not change after loading."""
 
 from __future__ import annotations
 
@@ -49,12 +45,12 @@ class TokenSpan:
 class Tokenizer:
     """The tokenizer of a checkpoint's directory or GGUF file.
 
-    `bos_token_id` is None if the checkpoint has none. Each of `eos_token_ids` ends a completion. `lowercases`:
-    texts are lowercased first, except for special tokens in them, as some encoders were trained.
+    `bos_token_id` is None if the checkpoint has none. Each of `eos_token_ids` ends a completion. `lowercases`: texts
+    are lowercased first, except for special tokens in them, as some encoders were trained.
     """
 
     def __init__(self, location: Path, lowercases: bool = False, files: TokenizerFiles | None = None) -> None:
-        """Load the tokenizer; `files` are those of the location, if they were read already."""
+        """Load the tokenizer; `files` are the location's, if they were read already."""
         files = files or read_tokenizer_files(location)
         self._inner = _load(files)
         if lowercases:
@@ -74,7 +70,6 @@ class Tokenizer:
         self.eos_token_ids = files.eos_token_ids | (frozenset() if own is None else {own})
 
     def token_id(self, token: str | None) -> int | None:
-        """Return the id of a token, or None if the vocabulary does not have it."""
         return None if token is None else self._inner.token_to_id(token)
 
     def token_text(self, token_id: int) -> str:
@@ -82,17 +77,14 @@ class Tokenizer:
         return self._inner.id_to_token(token_id) or ""
 
     def least_tokens(self, text: str, limit: int) -> int:
-        """Return a number of tokens that the text has at least, without special tokens, before it is tokenized.
+        """Return the least number of tokens of the text, without special tokens; 0: nothing is known.
 
-        The count ends soon after `limit`; see `app/text/bounds.py`. 0: nothing is known.
+        The count ends soon after `limit`; see `app/text/bounds.py`.
         """
         return self._bounds.least_tokens(text, limit)
 
     def new_count(self) -> LeastTokens:
-        """Return a count of the least number of tokens of a text that arrives in parts.
-
-        The first call takes up to some tenths of a second.
-        """
+        """Return a count for a text that arrives in parts. The first call takes up to some tenths of a second."""
         return self._bounds.new_count()
 
     @cached_property
@@ -100,18 +92,12 @@ class Tokenizer:
         return TextBounds(self._inner, _BYTE_OF_CHARACTER)
 
     def encode(self, text: str, add_special_tokens: bool = True, limits: EncodingLimits = UNBOUNDED) -> list[int]:
-        """Return the token ids of a text.
+        """Return the token ids of a text, incomplete after `limits.enough_tokens`.
 
-        The post-processor of tokenizer.json decides which special tokens are added, as in transformers. The batch
-        call of the library is used because it lets other threads run meanwhile, unlike the single call.
+        The post-processor of tokenizer.json decides which special tokens are added, as in transformers. The library's
+        batch call lets other threads run meanwhile, unlike the single call.
 
-        Args:
-            text: The text.
-            add_special_tokens: Add the tokens of the post-processor.
-            limits: Bounds on the work. A text that has more tokens than they allow may be returned incomplete.
-
-        Raises:
-            InvalidRequest: The text is not valid Unicode, or exceeds the limits.
+        Raises `InvalidRequest` if the text is not valid Unicode, or exceeds the limits.
         """
         _check_unicode(text)
         if len(text) > CHUNK_CHARACTERS:
@@ -124,15 +110,8 @@ class Tokenizer:
     def encode_spans(self, text: str, add_special_tokens: bool, limits: EncodingLimits = UNBOUNDED) -> list[TokenSpan]:
         """Return the tokens of a text with their places in it.
 
-        Special tokens have no place, and neither has any token of a text that is tokenized in chunks.
-
-        Args:
-            text: The text.
-            add_special_tokens: Add the tokens of the post-processor.
-            limits: Bounds on the work.
-
-        Raises:
-            InvalidRequest: The text is not valid Unicode, or exceeds the limits.
+        Special tokens have no place, and neither has any token of a text that is tokenized in chunks. Raises
+        `InvalidRequest` if the text is not valid Unicode, or exceeds the limits.
         """
         if len(text) > CHUNK_CHARACTERS:
             return [TokenSpan(token_id) for token_id in self.encode(text, add_special_tokens, limits)]
@@ -151,21 +130,10 @@ class Tokenizer:
     ) -> list[Text]:
         """Tokenize an encoder's texts or pairs of texts, with special tokens and segments.
 
-        Short texts share a call of the library. A long one is tokenized in chunks.
-
-        Args:
-            inputs: Texts, or pairs of texts.
-            max_tokens: Longer texts are truncated between their special tokens; of a pair, the longer text first.
-                None: no truncation.
-            truncate_left: Truncate at the beginning instead of the end.
-            limits: Bounds on the work. A text that has more tokens than they allow may be returned incomplete.
-
-        Returns:
-            One `Text` per input. Segments are empty if all are 0, or if transformers' tokenizer of this checkpoint
-            returns none: by `model_input_names` in tokenizer_config.json, or its class.
-
-        Raises:
-            InvalidRequest: A text is not valid Unicode, or exceeds the limits.
+        Texts of more than `max_tokens` are truncated between their special tokens; of a pair, the longer text first. A
+        text with more tokens than `limits` allow may be returned incomplete. Segments are empty if all are 0, or if
+        transformers' tokenizer of this checkpoint returns none: by `model_input_names` in tokenizer_config.json, or its
+        class. Raises `InvalidRequest` if a text is not valid Unicode, or exceeds the limits.
         """
         for one in inputs:
             for text in (one,) if isinstance(one, str) else one:
@@ -187,7 +155,7 @@ class Tokenizer:
         return found
 
     def first_tokens(self, text: str, max_tokens: int, limits: EncodingLimits = UNBOUNDED) -> str:
-        """Return the part of a text that its first `max_tokens` tokens stand for, without special tokens; 0: all of it.
+        """Return the part of a text that its first `max_tokens` tokens stand for, without special tokens; 0: all.
 
         A long text is read until it has enough tokens.
         """
@@ -220,8 +188,8 @@ class Tokenizer:
     ) -> tokenizers.Encoding:
         """Return the encoding of a text or a pair, each part tokenized in chunks.
 
-        Of a single text that is truncated, only the chunks that matter are tokenized. Of a pair all are: the lengths
-        of both parts decide what is kept.
+        Of a single text that is truncated, only the chunks that matter are tokenized. Of a pair all are: the lengths of
+        both parts decide what is kept.
         """
         if isinstance(one, str):
             enough = limits.enough_tokens if max_tokens is None else max_tokens
@@ -231,7 +199,6 @@ class Tokenizer:
         return self._join(parts, max_tokens, side)
 
     def _join(self, encodings: list[tokenizers.Encoding], max_tokens: int | None, side: str) -> tokenizers.Encoding:
-        """Return one encoding of one or two, truncated, with special tokens."""
         if max_tokens is not None:
             room = max(0, max_tokens - self._inner.num_special_tokens_to_add(len(encodings) == 2))
             lengths = truncated_lengths([len(encoding) for encoding in encodings], room)
@@ -259,7 +226,6 @@ class Tokenizer:
         return tokenizers.Encoding.merge(encodings[::-1] if from_end else encodings)
 
     def as_json(self) -> str:
-        """Return the tokenizer as the text of a tokenizer.json."""
         return self._inner.to_str()
 
     @property
@@ -269,7 +235,6 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> Mapping[int, str]:
-        """Texts of the special tokens by id."""
         return {token_id: self._added[token_id] for token_id in self._special}
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -316,10 +281,7 @@ class Tokenizer:
         return token_id not in self._special and self._inner.id_to_token(token_id) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token adds to the text, since it may be part of a character.
-
-        Special tokens give their names.
-        """
+        """Return the bytes that one token adds to the text, maybe a part of a character; names of special tokens."""
         token = self._added.get(token_id)
         if token is not None:
             return token.encode()

@@ -1,8 +1,7 @@
 """Tries a checkpoint's tokenizer in a process with limits, before the server loads it, and notes that it passed.
 
 A tokenizer.json is untrusted: its expressions may take hours, its rules may make a text grow without end, and what does
-not fit together ends in a panic of the library. All of that shows in the process, and not in the server. It is tried on
-texts of every byte, of runs that expressions find hard, and of the tokenizer's own patterns.
+not fit together ends in a panic of the library. All of that shows in the process, and not in the server.
 
 The program of the process is here too (`main`), so the server's modules are imported in the functions that need them.
 """
@@ -46,7 +45,6 @@ _MAX_REASON = 300
 
 
 def try_and_load(location: Path, folder: Path | None, lowercases: bool = False) -> Tokenizer:
-    """Return the tokenizer of a checkpoint, after it was tried as `check_tokenizer` says."""
     from app.text.tokenizer import Tokenizer
     from app.text.tokenizer_files import read_tokenizer_files
 
@@ -58,13 +56,8 @@ def try_and_load(location: Path, folder: Path | None, lowercases: bool = False) 
 def check_tokenizer(files: TokenizerFiles, folder: Path | None) -> None:
     """Check that a tokenizer can be loaded and used within limits of time and memory.
 
-    Args:
-        files: The tokenizer's files.
-        folder: The cache folder, in which tokenizers that passed are noted; None: nothing is noted.
-
-    Raises:
-        CheckpointInvalid: It cannot be used.
-        NotReady: The operating system could not start the process.
+    Tokenizers that passed are noted in the cache `folder`, if there is one. Raises `CheckpointInvalid`, or `NotReady`
+    if the process could not be started.
     """
     from app.weights.cache_file import atomic_write
 
@@ -95,7 +88,6 @@ def _is_noted(note: Path) -> bool:
 
 
 def fault_of_tokenizer(content: bytes) -> str:
-    """Return why a tokenizer.json cannot be used; empty if it can."""
     memory_bytes = _MEMORY_BYTES + _MEMORY_FACTOR * len(content)
     cpu_seconds = _CPU_SECONDS + _CPU_SECONDS_PER_MIB * len(content) // 2**20
     try:

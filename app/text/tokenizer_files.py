@@ -51,10 +51,9 @@ class TokenizerFiles:
     """What a checkpoint says about its tokenizer.
 
     `tokenizer` is the text of a tokenizer.json and `config` the content of tokenizer_config.json, with named tokens of
-    special_tokens_map.json that it leaves out. `added` are ids of further tokens, which older checkpoints have in
-    added_tokens.json. `eos_token_ids` are the tokens that end a completion besides the `eos_token`. `origin` is the
-    file that messages name. `has_segments` is True if an encoder gets a number for the segment of each token
-    (`token_type_ids`).
+    special_tokens_map.json that it leaves out. `added` are the ids of added_tokens.json of older checkpoints.
+    `eos_token_ids` end a completion besides the `eos_token`. Messages name the file `origin`. `has_segments`: an
+    encoder gets a number for the segment of each token (`token_type_ids`).
     """
 
     tokenizer: str
@@ -91,11 +90,7 @@ def _has_segments(tokenizer_config: Mapping[str, Any], config: Mapping[str, Any]
 
 
 def read_tokenizer_files(location: Path) -> TokenizerFiles:
-    """Return what a checkpoint's directory or GGUF file says about its tokenizer.
-
-    Raises:
-        CheckpointInvalid: A file is missing, damaged or not supported.
-    """
+    """Read a directory or GGUF file. Raises `CheckpointInvalid` if a file is missing, damaged or not supported."""
     gguf = find_gguf(location) if location.is_file() else None
     if gguf is None:
         return _read_directory(location)
@@ -127,11 +122,7 @@ def _read_directory(directory: Path) -> TokenizerFiles:
 
 
 def _check_keys(config: Mapping[str, Any]) -> None:
-    """Check that tokenizer_config.json asks for nothing that is not offered, and log names that are not known.
-
-    Raises:
-        CheckpointInvalid: It does.
-    """
+    """Refuse settings of tokenizer_config.json that are not offered (`CheckpointInvalid`), and log unknown names."""
     for name, allowed in REFUSED.items():
         if config.get(name) not in allowed:
             raise CheckpointInvalid(f"tokenizer_config.json: {name} is {str(config[name])[:80]}, which is not offered.")
@@ -206,11 +197,8 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def apply_other_files(inner: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
     """Add tokens, and change the flags of those that are there.
 
-    A token gets an id only from a file: one that the vocabulary lacks and that no file gives an id is left out, since the
-    model has no row for it.
-
-    Raises:
-        CheckpointInvalid: A file gives a token another id than tokenizer.json.
+    A token gets an id only from a file: one that the vocabulary lacks and that no file gives an id is left out, since
+    the model has no row for it. Raises `CheckpointInvalid` if a file gives a token another id than tokenizer.json.
     """
     named = set(named_tokens(files.config).values())
     _apply_decoder(inner, files, named)
@@ -227,7 +215,7 @@ def apply_other_files(inner: tokenizers.Tokenizer, files: TokenizerFiles) -> Non
 
 
 def _apply_decoder(inner: tokenizers.Tokenizer, files: TokenizerFiles, named: set[str]) -> None:
-    """Apply `added_tokens_decoder`: tokens by id, whose flags replace those of tokenizer.json."""
+    """Apply `added_tokens_decoder`: tokens by id, with flags that replace tokenizer.json's."""
     entries = files.config.get("added_tokens_decoder")
     if entries is None:
         return
@@ -249,7 +237,7 @@ def _apply_decoder(inner: tokenizers.Tokenizer, files: TokenizerFiles, named: se
 
 
 def _apply_added_json(inner: tokenizers.Tokenizer, files: TokenizerFiles, named: set[str]) -> None:
-    """Apply added_tokens.json of older checkpoints: a token that tokenizer.json lacks, if it gets the id of the file."""
+    """Apply added_tokens.json of older checkpoints: a token that tokenizer.json lacks, if it gets the file's id."""
     for content, token_id in sorted(files.added.items(), key=lambda item: item[1]):
         if inner.token_to_id(content) is None and token_id == inner.get_vocab_size(with_added_tokens=True):
             inner.add_tokens([AddedToken(content, special=content in named, normalized=content not in named)])

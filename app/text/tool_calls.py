@@ -1,7 +1,7 @@
 """Tool calls in generated text: a parser that reads a text as it grows.
 
-What a format has around and in calls is in `tool_formats.py`. The parser works character by character, so a text gives
-the same calls however it is divided. Text that begins like a call and is none is returned as content.
+It works character by character, so a text gives the same calls however it is divided. Text that begins like a call and
+is none is returned as content.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class ParsedText:
-    """What a piece of text is: content, reasoning, and parts of tool calls."""
-
     content: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     reasoning: str = ""
@@ -37,8 +35,8 @@ class ParsedText:
 class ToolCallParser:
     """Parser of one choice's text.
 
-    `tools` are the tools' names with the schemas of their arguments; None: calls are content. `parallel` False: calls
-    after the first are dropped. `new_id` makes the id of a call. `begun`: the text before an answer that the prompt has.
+    `tools` are the tools' names with the schemas of their arguments; None: calls are content. Without `parallel`, calls
+    after the first are dropped. `begun`: the text before an answer that the prompt has.
     """
 
     def __init__(
@@ -74,13 +72,11 @@ class ToolCallParser:
         self._index: int | None = None  # of the call that is read; None until its name is known
 
     def push(self, text: str) -> ParsedText:
-        """Return what is certain after more text."""
         self._todo.extend(text)
         self._take_all()
         return self._certain()
 
     def flush(self) -> ParsedText:
-        """Return the rest at the end of the text."""
         while self._region is not None and (self._region_calls == 0 or self._has_begun):
             self._leave()  # which may find another marker further on
             self._take_all()
@@ -92,7 +88,7 @@ class ToolCallParser:
 
     @property
     def _has_begun(self) -> bool:
-        """True if a call after others is read whose name is not known."""
+        """True if a call after others is read and its name is not known."""
         return self._reader is not None and self._index is None
 
     def _certain(self) -> ParsedText:
@@ -254,8 +250,6 @@ class ToolCallParser:
 
 @dataclass(slots=True)
 class _GrowingDelta:
-    """A `ToolCallDelta` while its arguments grow."""
-
     index: int
     id: str | None = None
     name: str | None = None

@@ -80,7 +80,6 @@ class ToolFormat:
 
     @property
     def answer(self) -> str:
-        """The text before an answer."""
         return self.around[0] if self.around else ""
 
     @property
@@ -90,7 +89,6 @@ class ToolFormat:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Texts after the arguments of a call."""
         if self.reads_objects or self.parameter or self.is_pythonic:
             return ()
         return words(_PLACE.split(self.call)[-1])
@@ -298,12 +296,10 @@ def write_value(value: Any, quote: str) -> str:
 
 
 def fill(pattern: str, **values: str) -> str:
-    """Return a pattern with values in its places."""
     return _PLACE.sub(lambda place: values[place[1]], pattern)
 
 
 def split_pattern(pattern: str) -> list[str]:
-    """Return the fixed texts of a pattern and between them the names of its places."""
     return _PLACE.split(pattern)
 
 
@@ -345,9 +341,9 @@ TRIAL_CALL: Sequence[Message] = (
 
 
 def find_tool_format(text: str) -> ToolFormat | None:
-    """Return the format in which a template wrote `TRIAL_CALL`; None if it wrote none, or in a way that is not known.
+    """Return the format in which a template wrote `TRIAL_CALL`: of several with the same text, the longest one.
 
-    It is the format that writes the same text; of several, the one whose text is longest.
+    None if it wrote no call, or in a way that is not known.
     """
     compact = _compact(text)
     found = [
@@ -363,7 +359,7 @@ _ID_KEY = re.compile(r',"id":"[^"]*"')
 
 
 def _compact(text: str) -> str:
-    """Return a text without what differs between templates of one format: white space, quotes and ids of calls."""
+    """Drop what differs between templates of one format: white space, quotes and ids of calls."""
     return _ID_KEY.sub("", "".join(text.split()).replace("'", '"'))
 
 

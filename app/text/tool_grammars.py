@@ -31,14 +31,8 @@ def forced_calls_grammar(
 ) -> str:
     """Return the grammar of a text that is calls of these tools and nothing else.
 
-    Args:
-        form: The format of the calls.
-        tools: The name and the JSON schema of the parameters of each tool.
-        parallel: More than one call is allowed.
-        begun: The text before an answer that the prompt ends with: calls may begin with it too.
-
-    Raises:
-        InvalidRequest: A schema has something that this format cannot follow.
+    `tools` are names with the JSON schemas of their parameters. `begun` is the text before an answer that the prompt
+    ends with: calls may begin with it too. Raises `InvalidRequest` if this format cannot follow a schema.
     """
     first, *others = form.forced
     before, between, after = map(_around, (first.removeprefix(begun), *others))
@@ -83,7 +77,7 @@ def _call(form: ToolFormat, name: str, place: int) -> str:
 
 
 def _lexemes(form: ToolFormat, text: str) -> list[str]:
-    """Return a fixed text of a call as literals: that of an object is divided as JSON is.
+    """Return a fixed text of a call as literals, divided as JSON is in an object.
 
     An answer that is an object may begin alike, and the library takes the longest lexeme that may be meant.
     """
@@ -95,7 +89,7 @@ _JSON_LEXEME = re.compile(r'"[^"]*"|[^"]+|"')
 
 
 class _Rules:
-    """The rules of arguments; those of each tool have its number in their names."""
+    """The rules of arguments; each tool's number is in the names of its rules."""
 
     def __init__(self, form: ToolFormat) -> None:
         self._form = form
@@ -107,7 +101,6 @@ class _Rules:
             self._between, self._end = rest.split("{value}")
 
     def arguments(self, tool: str, schema: Mapping[str, Any], place: int) -> Iterator[str]:
-        """Yield the rules of a tool's arguments."""
         if not self._form.parameter and not self._is_listed:
             yield f"arguments{place}: %json {json.dumps(json_style(schema))}"
             return
@@ -260,7 +253,6 @@ class _Rules:
 
 
 def _is_open(schema: Mapping[str, Any], listed: Mapping[str, Any]) -> bool:
-    """Return True if arguments may have keys that are not listed."""
     more = schema.get("additionalProperties")
     return bool(more) or isinstance(more, Mapping) if "additionalProperties" in schema else not listed
 

@@ -1,8 +1,7 @@
 """Conditions during a load, and the reasons to doubt the figures of a result, one sentence each.
 
-Conditions are the CPU time used by the server, this client and other processes, throttling, and energy: counters are
-read before and after a load and the differences are reported. The server's counters come from its `/metrics`. If the
-server runs on this machine, host counters come from this machine's `/proc`.
+Counters are read before and after a load and the differences are reported. The server's counters come from its
+`/metrics`; if it runs on this machine, host counters come from `/proc`.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _MODELLED = "modelled"
 class HostCpuTimes:
     """CPU seconds of the cores that this process may use.
 
-    `busy`: used by any program. `stolen`: taken by the host of a virtual machine (steal). `pressure_seconds`: seconds
-    during which at least one thread waited for a core; None if the kernel does not report it.
+    `busy`: used by any program. `stolen`: taken by the host of a virtual machine (steal). `pressure_seconds`: at least
+    one thread waited for a core; None if the kernel does not report it.
     """
 
     busy: float
@@ -83,11 +82,7 @@ class LoadConditions:
 
 
 async def read_resources(client: ArmatureClient, local: bool) -> ResourceReading:
-    """Read all counters. `local`: the server runs on this machine.
-
-    Raises:
-        RequestBroken: The server did not return its metrics.
-    """
+    """Read all counters. `local`: the server runs on this machine. Raises `HttpRequestFailed` without metrics."""
     asked = time.perf_counter()
     counters = await client.counters()
     moment = (asked + time.perf_counter()) / 2
@@ -198,12 +193,10 @@ class MeasurementFacts:
 
     @property
     def loads(self) -> list[LoadPoint]:
-        """All measured points, including the repeats."""
         return [*self.points, *self.repeats]
 
 
 def measurement_caveats(measured: MeasurementFacts) -> list[str]:
-    """Return the caveats of a measurement, one sentence each."""
     return [*measured.caveats, *_server_caveats(measured), *_machine_caveats(measured), *_client_caveats(measured)]
 
 

@@ -1,7 +1,7 @@
 """The fixed set of loads that `bench compare` runs, and the senders of their requests.
 
-Every model of a kind gets the same loads, as far as the model and its plan allow them. The requests (prompts, texts or
-rows in Armature's native API) are the same on every machine.
+Every model of a kind gets the same loads, as far as the model and its plan allow them. The requests are the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -41,11 +41,7 @@ class LoadProtocol:
 
 
 def protocol_loads(info: Mapping[str, Any]) -> LoadProtocol:
-    """Return the loads for the model that the server describes in `/info`.
-
-    Raises:
-        MeasurementFailed: `/info` does not come from an Armature server.
-    """
+    """Return the loads for the model in `/info`. Raises `MeasurementFailed` if it is no Armature server's."""
     try:
         kind, plan = KINDS[info["model"]["kind"]], info["plan"]
         context, most_clients = int(plan["max_model_len"]["value"]), int(plan["max_running_seqs"]["value"])
@@ -103,12 +99,9 @@ def _left_out_sentence(tokens: int, context: int, what: str) -> str:
 
 
 async def make_sender(wire: HttpClient, model: str, load: LoadSpec, seed: int) -> TrafficSender[Any]:
-    """Return the sender of a load's requests.
+    """Return the sender of a load's requests. Raises `MeasurementFailed` if the server cannot serve them.
 
     `seed` must differ between loads, or the server's prefix cache answers from earlier prompts.
-
-    Raises:
-        MeasurementFailed: The server cannot serve this kind of load.
     """
     return await _SENDERS[load.kind](wire, model, load, seed)
 

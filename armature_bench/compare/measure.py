@@ -1,7 +1,6 @@
 """`armature bench compare`: measure one machine with one model and write the result file.
 
-A run is described by its target server, the labels of the machine and the path of the result file. Finished loads are
-written even if Ctrl-C or a server that stops answering ends the run.
+Finished loads are written even if Ctrl-C or a server that stops answering ends the run.
 """
 
 from __future__ import annotations
@@ -61,10 +60,7 @@ class CompareJob:
 
 
 def machine_labels(job: CompareJob, info: Mapping[str, Any]) -> MachineLabels:
-    """Return the labels of the machine, completed from the server's `/info` where the operator gave none.
-
-    A machine without a name gets the name of its processor.
-    """
+    """Return the labels of the machine, completed from `/info`; without a name it gets its processor's."""
     place, server_labels = job.labels, info.get("place") or {}
     return MachineLabels(
         place.name or place.instance or _processor_name(info),
@@ -77,8 +73,7 @@ def machine_labels(job: CompareJob, info: Mapping[str, Any]) -> MachineLabels:
 def result_path(job: CompareJob, info: Mapping[str, Any]) -> Path:
     """Return the path of the result file. An existing file is replaced only if it is a result file.
 
-    Raises:
-        MeasurementFailed: The path cannot be written, or another kind of file exists there.
+    Raises `MeasurementFailed` if the path cannot be written, or another kind of file exists there.
     """
     path = job.output
     if path is None:
@@ -124,8 +119,6 @@ PROGRESS_UNITS = {"generate": "token", "embed": "text", "infer": "row"}
 
 @dataclass(slots=True)
 class CompareState:
-    """The state of a measurement: all that has been measured so far."""
-
     began_at: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
     info_after: dict[str, Any] = field(default_factory=dict)
@@ -140,11 +133,7 @@ class CompareState:
 
 
 def run_compare(job: CompareJob) -> BenchOutcome:
-    """Measure the machine, write the result file and return a summary.
-
-    Raises:
-        MeasurementFailed: Not a single load could be measured.
-    """
+    """Measure the machine and write the result file. Raises `MeasurementFailed` if no load could be measured."""
     if not (job.seconds > 0 and math.isfinite(job.seconds)):
         raise MeasurementFailed(f"--seconds {job.seconds:g}: must be above 0 and finite")
     if job.output is not None:
@@ -232,8 +221,7 @@ async def _measure_load(
 ) -> LoadPoint | None:
     """Measure one load, or return None if the server is ready but could not answer this load.
 
-    Raises:
-        RequestBroken: The server is gone.
+    Raises `HttpRequestFailed` if the server is gone.
     """
     run = LoadRun[Any]()
     found.current_stage = f"measuring {load.name}"
@@ -251,7 +239,6 @@ async def _measure_load(
 
 
 def build_result(job: CompareJob, found: CompareState) -> CompareResult:
-    """Build the result file's content from what was measured."""
     place = machine_labels(job, found.info)
     measured = MeasurementFacts(
         found.info,

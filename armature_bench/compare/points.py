@@ -1,7 +1,4 @@
-"""Measurement of one load on one server: warm-up, timed interval, and the resulting `LoadPoint`.
-
-The engine's steps, as reported by the server, are put on the time axis of this measurement.
-"""
+"""Measurement of one load on one server: warm-up, timed interval, and the resulting `LoadPoint`."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ WARM_UP_SHARE = 1 / 8  # warm-up time as a share of a load's seconds, in additio
 
 
 class NoRequestAnswered(MeasurementFailed):
-    """All requests of a load failed. The message is that of the first failure."""
+    """All requests of a load failed. The message is the first failure's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +50,13 @@ class ServerUnderTest:
 
     @property
     def client(self) -> ArmatureClient:
-        """A client on the same connection."""
         return ArmatureClient(self.wire)
 
 
 async def measure_point(subject: ServerUnderTest, load: LoadSpec, seed: int, run: LoadRun[Any]) -> LoadPoint:
     """Measure one load. `run` is filled meanwhile, so that a progress display can read it.
 
-    Raises:
-        MeasurementFailed: No request of this load was answered, or the server is gone.
+    Raises `MeasurementFailed` if no request was answered, or the server is gone.
     """
     sender = await make_sender(subject.wire, subject.model, load, seed)
     await _warm_up(sender, load, subject.seconds)
@@ -118,7 +113,7 @@ def _generation_fields(run: LoadRun[GenerateTiming], origin: float) -> dict[str,
 
 
 def _batch_fields(load: LoadSpec, run: LoadRun[Any]) -> dict[str, Any]:
-    """Return the fields of a load of texts or rows, whose answers arrive whole."""
+    """Return the fields of a load of texts or rows, with answers that arrive whole."""
     begin, end = loops.whole_answer_window(run, closed=True)
     inside = [each for each in run.answered if begin < each.ended <= end]
     return {
@@ -161,8 +156,7 @@ def _gc_disabled() -> Iterator[None]:
 class StepLogReader:
     """Reader of the server's step log.
 
-    Each call returns the steps since the previous one. `began_at`: moment 0, in seconds since 1970 by this machine's
-    clock.
+    `began_at`: moment 0, in seconds since 1970 by this machine's clock.
     """
 
     client: ArmatureClient
@@ -176,11 +170,7 @@ class StepLogReader:
         self._next = None if reply is None else int(reply["next"])
 
     async def steps(self, begin: float, end: float) -> StepColumns:
-        """Return the steps that began between two moments.
-
-        Raises:
-            RequestBroken: The server did not answer.
-        """
+        """Return the steps that began between two moments. Raises `HttpRequestFailed`."""
         columns: dict[str, list[Any]] = {"at": [], "seconds": [], "phase": [], "tokens": [], "cause": []}
         moments = [begin]
         while self._next is not None and moments[-1] <= end:  # load from another client may never end

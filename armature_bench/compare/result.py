@@ -1,8 +1,7 @@
 """The result file of one machine: all raw measurements of one model on it, with caveats.
 
-This module defines, reads and writes the format. `run_compare` produces it; the report and the cost tables read
-it. Units are seconds and bytes. Moments are seconds since `began_at`, so that points, steps and energy readings share
-one time axis.
+Units are seconds and bytes. Moments are seconds since `began_at`, so that points, steps and energy readings share one
+time axis.
 """
 
 from __future__ import annotations

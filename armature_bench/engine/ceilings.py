@@ -35,7 +35,7 @@ class MachineCeilings:
 
 
 def mean_ceilings(before: MachineCeilings, after: MachineCeilings) -> MachineCeilings:
-    """Return the ceilings during the work: the mean of the samples before and after it.
+    """Return the mean of the samples before and after the work.
 
     The larger of both would count the drift of a shared machine against the work.
     """
@@ -64,22 +64,18 @@ class WorkSamples:
 
     @property
     def middle(self) -> float:
-        """Median seconds of a run."""
         return statistics.median(self.seconds)
 
     @property
     def p99(self) -> float:
-        """99th percentile of the seconds of a run."""
         return percentile(self.seconds, 0.99)
 
     @property
     def read_share(self) -> float:
-        """Median share of the read bandwidth that the rounds reached."""
         return statistics.median(self.read_shares)
 
     @property
     def product_share(self) -> float:
-        """Median share of the product rate that the rounds reached."""
         return statistics.median(self.product_shares)
 
     @property
@@ -90,26 +86,20 @@ class WorkSamples:
 
 
 class CeilingSampler(Protocol):
-    """Source of ceiling samples for one device."""
-
     @property
     def products(self) -> Mapping[torch.dtype, list[float]]:
         """Sampled product rates in operations per second, by dtype."""
         ...
 
-    def sample(self) -> MachineCeilings:
-        """Measure and return both ceilings now."""
+    def sample(self) -> MachineCeilings: ...
 
     def sample_other_dtypes(self) -> None:
         """Sample product rates of dtypes that the engine does not multiply in, as information for users."""
         ...
 
-    def figures(self) -> Iterator[Figure]:
-        """Yield the medians of all samples."""
-        ...
+    def figures(self) -> Iterator[Figure]: ...
 
-    def close(self) -> None:
-        """Release the buffers and threads used for sampling."""
+    def close(self) -> None: ...
 
 
 class DeviceCeilingSampler:
@@ -125,7 +115,6 @@ class DeviceCeilingSampler:
         self.products: dict[torch.dtype, list[float]] = {backend.dtype: []}
 
     def sample(self) -> MachineCeilings:
-        """Measure and return both ceilings now, and keep the samples."""
         self.reads.append(self._copying.sample())
         self.products[self._dtype].append(self._multiplying.sample())
         return MachineCeilings(self.reads[-1], self.products[self._dtype][-1])
@@ -134,7 +123,6 @@ class DeviceCeilingSampler:
         """Do nothing: a device is only sampled in its activation dtype."""
 
     def figures(self) -> Iterator[Figure]:
-        """Yield the median copy bandwidth and product rate."""
         if self.reads:
             yield Figure("memory copy, both ways", statistics.median(self.reads) / 1e9, "GB/s")
             rate = statistics.median(self.products[self._dtype])
@@ -147,11 +135,11 @@ class DeviceCeilingSampler:
 class CpuCeilingSampler:
     """Ceilings of the processor. Samples them on request and keeps all samples.
 
-    `dtype` is the dtype that the engine multiplies in; `Ceilings.product` refers to it.
+    `dtype` is the dtype that the engine multiplies in, and of `MachineCeilings.product`; product rates of `kinds` are
+    sampled too.
     """
 
     def __init__(self, threads: int, dtype: torch.dtype, kinds: Iterable[torch.dtype] = DTYPES) -> None:
-        """Prepare sampling of the product rates of `kinds`; sampling further dtypes would only take time."""
         self.reads: list[float] = []
         self.products: dict[torch.dtype, list[float]] = {kind: [] for kind in DTYPES}
         self._dtype = dtype
@@ -159,18 +147,15 @@ class CpuCeilingSampler:
         self._multiplying = {kind: MatmulThroughputProbe(kind) for kind in kinds}
 
     def sample(self) -> MachineCeilings:
-        """Measure and return both ceilings now, and keep the samples."""
         self.reads.append(self._reading.sample())
         self.products[self._dtype].append(self._multiplying[self._dtype].sample())
         return MachineCeilings(self.reads[-1], self.products[self._dtype][-1])
 
     def sample_other_dtypes(self) -> None:
-        """Sample product rates of dtypes that the engine does not multiply in, as information for users."""
         for kind in self._multiplying.keys() - {self._dtype}:
             self.products[kind].append(self._multiplying[kind].sample())
 
     def figures(self) -> Iterator[Figure]:
-        """Yield the medians of all samples."""
         if self.reads:
             yield Figure("memory read", statistics.median(self.reads) / 1e9, "GB/s")
         for dtype, rates in self.products.items():
@@ -179,5 +164,4 @@ class CpuCeilingSampler:
                 yield Figure(f"products, {str(dtype).removeprefix('torch.')}", statistics.median(rates) / 1e9, unit)
 
     def close(self) -> None:
-        """Stop the threads that read memory."""
         self._reading.close()

@@ -1,8 +1,8 @@
 """torch.compile beside torch's eager execution, on steps written in PyTorch's own operations.
 
-The steps are those of a Llama-like decoder and of a BERT-like encoder, with random weights of the checkpoint's shapes,
-and the graph of an exported program. Shapes are fixed and projections are fused, which is the best case for a compiler:
-serving would have to compile for each number of rows. Kernels that are called natively cannot be part of such a graph.
+The steps are a Llama-like decoder's and a BERT-like encoder's, with random weights of the checkpoint's shapes, and the
+graph of an exported program. Shapes are fixed and projections are fused, which is the best case for a compiler: serving
+would have to compile for each number of rows. Kernels that are called natively cannot be part of such a graph.
 """
 
 from __future__ import annotations
@@ -100,7 +100,6 @@ class EncodeStep(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the vectors of all tokens."""
         config = self.config
         x: Tensor = self.norm(self.embedding(ids))
         for layer in self.layers:

@@ -65,7 +65,6 @@ class EngineBenchOptions:
 
     @property
     def steps_per_round(self) -> int:
-        """Number of decode steps of a load in each round."""
         return STEPS_PER_ROUND if self.steps is None else math.ceil(self.steps / self.rounds)
 
     def loads(self, plan: ServingPlan) -> list[DecoderLoad]:
@@ -159,7 +158,6 @@ def measure_decoder_engine(
 
 
 def build_planned_decoder(checkpoint: Checkpoint, plan: ServingPlan) -> BuiltEngine[DecoderEngine, Any, Decoder]:
-    """Build the engine as for serving, on the plan's device."""
     request = BuildRequest(checkpoint, plan)
     return build_decoder_engine(request) if plan.placement.device == "cpu" else build_device_decoder_engine(request)
 
@@ -167,8 +165,7 @@ def build_planned_decoder(checkpoint: Checkpoint, plan: ServingPlan) -> BuiltEng
 def ceiling_sampler(plan: ServingPlan, backend: BaseBackend, others: Iterable[torch.dtype] = DTYPES) -> CeilingSampler:
     """Return the sampler of the ceilings for the plan's device.
 
-    On the processor, product rates of the `others` dtypes are sampled in addition to the dtype that the engine
-    multiplies in.
+    On the processor, product rates of the `others` dtypes are sampled besides the engine's own dtype.
     """
     if plan.placement.device != "cpu":
         return DeviceCeilingSampler(backend)
@@ -227,10 +224,7 @@ def _work(driver: DecoderDriver, load: DecoderLoad, steps: int) -> list[float]:
 
 
 def _load_figures(load: DecoderLoad, samples: WorkSamples, kv_bytes: float) -> Iterator[Figure]:
-    """Yield the table rows of one load.
-
-    `kv_bytes` is the size of one sequence's keys and values in the middle of its run.
-    """
+    """Yield the rows of one load. `kv_bytes` is one sequence's keys and values in the middle of its run."""
     bound, share = samples.bound
     parts = {"tok/s": load.all_tokens / samples.middle}
     if not load.prompt and samples.num_bytes:

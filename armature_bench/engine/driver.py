@@ -33,8 +33,8 @@ class DecoderDriver:
     """Submits prompts to an engine and steps it on this thread.
 
     Prompts never repeat, so the prefix cache never matches. Decode measurements start with new sequences every
-    `segment_steps` steps. `after_step` is called with the seconds of each step, and its numbers of prefilled and decoded
-    tokens.
+    `segment_steps` steps. `after_step` is called with the seconds of each step, and its numbers of prefilled and
+    decoded tokens.
     """
 
     def __init__(self, engine: DecoderEngine, prompts: TokenPrompts, max_model_len: int) -> None:
@@ -130,9 +130,9 @@ class DecoderDriver:
 class ProductCosts:
     """Cost of all matrix products of a model.
 
-    `num_bytes` is the size of the weights that every token reads, `expert_bytes` that of all experts, of which a token
-    reads the share `expert_use`. Operations are multiply-adds times two: per token for the inner layers, and per row
-    of logits for the output layer.
+    `num_bytes` is the size of the weights that every token reads, `expert_bytes` of all experts, of which a token reads
+    the share `expert_use`. Operations are multiply-adds times two: per token for the inner layers, and per row of
+    logits for the output layer.
     """
 
     num_bytes: int
@@ -152,17 +152,13 @@ class ProductCosts:
         return self.num_bytes + round(self.expert_bytes * (1.0 - (1.0 - self.expert_use) ** tokens))
 
     def operations(self, tokens: int, logit_rows: int) -> float:
-        """Return the operations of a step with this many tokens and rows of logits."""
         return tokens * self.operations_per_token + logit_rows * self.operations_per_logit_row
 
 
 def product_costs(model: torch.nn.Module, vocab_size: int, cache_bytes: int) -> ProductCosts:
     """Count the products of a model for one token, which passes some experts of a mixture.
 
-    Args:
-        model: The loaded model; its `Linear` layers are counted.
-        vocab_size: Output size by which the output layer is recognised; -1 if there is none.
-        cache_bytes: Size of the machine's largest cache.
+    The output layer is recognised by `vocab_size`; -1 if there is none. `cache_bytes` is the machine's largest cache.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]

@@ -56,7 +56,6 @@ class EncoderLoad:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all texts together."""
         return self.texts * self.length
 
 
@@ -69,11 +68,8 @@ class BatchTimes:
 
 
 class NamedLoad(Protocol):
-    """A load with a name for tables."""
-
     @property
-    def name(self) -> str:
-        """Name of the load in tables."""
+    def name(self) -> str: ...
 
 
 N = TypeVar("N", bound=NamedLoad)
@@ -81,15 +77,13 @@ N_in = TypeVar("N_in", bound=NamedLoad, contravariant=True)
 
 
 class LoadDriver(Protocol[N_in]):
-    """A driver that submits a load to an engine."""
-
     def answer(self, load: N_in) -> tuple[float, float]:
-        """Return the seconds from an idle engine to the answer of one request, and those spent in the model."""
+        """Return the seconds from an idle engine to the answer of one request, and the seconds in the model."""
         ...
 
 
 def encoder_loads(options: EngineBenchOptions, max_model_len: int, on_device: bool = False) -> list[EncoderLoad]:
-    """Return the named loads, or else one short text and all standard batches and lengths that the model supports."""
+    """Return the named loads, or else one short text and all standard batches and lengths of the model."""
     batches = options.rows or (DEVICE_TEXTS if on_device else CPU_TEXTS)
     lengths = [length for length in options.prompts or TEXT_LENGTHS if length <= max_model_len]
     if not lengths:
@@ -102,7 +96,7 @@ def encoder_loads(options: EngineBenchOptions, max_model_len: int, on_device: bo
 def encoder_operations(config: EncoderConfig, load: EncoderLoad) -> float:
     """Return the operations of a load's products: multiply-adds times two.
 
-    After the attention of the last layer, only the tokens whose hidden states are pooled are counted.
+    After the attention of the last layer, only the tokens with pooled hidden states are counted.
     """
     shapes = [rows * columns for (rows, columns), _ in encoder_products_of(config)]
     modes = {config.head.pooling} if config.head is not None else set(config.pooling.modes)
@@ -113,7 +107,6 @@ def encoder_operations(config: EncoderConfig, load: EncoderLoad) -> float:
 def measure_encoder_engine(
     checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, steps: StepTimeTable | None, options: EngineBenchOptions
 ) -> BenchOutcome:
-    """Build the engine as for serving and measure it on this thread."""
     on_device, config = plan.placement.device != "cpu", checkpoint.encoder
     loads = encoder_loads(options, plan.memory.max_model_len, on_device)
     with progress(options.rounds * len(loads) + 1, "loading") as advance:
@@ -151,7 +144,6 @@ class EncoderDriver:
         self._number = 0
 
     def answer(self, load: EncoderLoad) -> tuple[float, float]:
-        """Return the seconds from an idle engine to the answer of one request, and those spent in the model."""
         texts = tuple(Text(tuple(self._prompts.prompt(load.length))) for _ in range(load.texts))
         self._number += 1
         order = Encode(f"bench-{self._number}", texts, (self._output,), time.monotonic())
@@ -162,24 +154,19 @@ class SteppedEngine(Protocol):
     """An engine that answers with arrays, as far as the bench steps it."""
 
     @property
-    def has_work(self) -> bool:
-        """True while a request is unanswered."""
+    def has_work(self) -> bool: ...
 
     @property
     def stats(self) -> StepStats | None:
         """Statistics of the last step, or None before the first one."""
 
-    def step(self) -> list[Event]:
-        """Run one step and return its events."""
+    def step(self) -> list[Event]: ...
 
 
 def time_request(engine: SteppedEngine, add: Callable[[], list[Event]], load: NamedLoad) -> tuple[float, float]:
-    """Return the seconds from an idle engine to the answer to a request, and those spent in the model.
+    """Return the seconds from an idle engine to the answer to a request, and the seconds in the model.
 
-    `add` submits the request and returns its first events.
-
-    Raises:
-        MeasurementFailed: The request failed.
+    `add` submits the request and returns its first events. Raises `MeasurementFailed` if it failed.
     """
     start, inside = time.perf_counter(), 0.0
     events = add()

@@ -35,14 +35,11 @@ _Built = BuiltEngine[EncoderEngine, EncoderRunner, Encoder]
 
 
 def measure_encoder_quality(job: QualityJob, text: Path | None, num_texts: int | None) -> BenchOutcome:
-    """Compare the vectors of every precision that this machine supports with those of FP32.
+    """Compare the vectors of every precision that this machine supports with FP32's.
 
     The texts have 1 to `MAX_WORDS` words and are cut from `text`, or from the default text if None. If the settings
-    name a precision, only that one is compared. Ctrl-C keeps the texts read so far.
-
-    Raises:
-        MeasurementFailed: The model has no vectors.
-        SettingsInvalid: The text cannot be read or has too few words.
+    name a precision, only that one is compared. Ctrl-C keeps the texts read so far. Raises `MeasurementFailed` if the
+    model has no vectors, and `SettingsInvalid` if the text cannot be read or has too few words.
     """
     checkpoint = job.checkpoint
     if "embedding" not in checkpoint.encoder.outputs:
@@ -65,8 +62,7 @@ def measure_encoder_quality(job: QualityJob, text: Path | None, num_texts: int |
 def cut_texts(source: str, count: int) -> list[str]:
     """Return `count` runs of consecutive words of the source, from one word to `MAX_WORDS` words, evenly spread.
 
-    Raises:
-        MeasurementFailed: The source has fewer words than the longest text.
+    Raises `MeasurementFailed` if the source is shorter.
     """
     words = source.split()
     if len(words) < MAX_WORDS:
@@ -99,11 +95,7 @@ def _read_all(
 
 
 def compute_vectors(engine: EncoderEngine, texts: list[Text]) -> Tensor:
-    """Return the normalized vectors [texts, size] that the engine answers with.
-
-    Raises:
-        MeasurementFailed: The request failed.
-    """
+    """Return the engine's normalized vectors [texts, size]. Raises `MeasurementFailed`."""
     events = engine.add(Encode("quality", tuple(texts), ("embedding",), time.monotonic(), normalize=True))
     while engine.has_work:
         events += engine.step()

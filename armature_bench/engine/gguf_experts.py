@@ -18,10 +18,9 @@ _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def require_experts(config: ModelConfig, model_type: str) -> None:
-    """Refuse a mixture of experts that llama.cpp would compute in another way.
+    """Raise `CheckpointInvalid` for a mixture of experts that llama.cpp would compute in another way.
 
-    Raises:
-        CheckpointInvalid: Layers are dense that it reads experts of, or the weights of experts have another sum.
+    Layers are dense that it reads experts of, or the weights of experts have another sum.
     """
     experts = config.experts
     if experts is None:
@@ -43,12 +42,7 @@ def _first_layer(experts: ExpertsConfig) -> int:
 
 
 def write_expert_values(writer: Any, config: ModelConfig) -> None:
-    """Write the metadata of the experts of a model, which may have none.
-
-    Args:
-        writer: A `gguf.GGUFWriter`.
-        config: A model that passes `require_experts`.
-    """
+    """Write the metadata of the experts of a model, which may have none, to a `gguf.GGUFWriter`."""
     experts = config.experts
     if experts is None:
         return

@@ -1,7 +1,7 @@
 """Writes a checkpoint of a Llama, or of a mixture of experts, as a GGUF file, which llama.cpp reads and quantizes.
 
-The package `gguf` writes the file. llama.cpp's conversion script is not part of it, so this module maps the names of
-tensors and the metadata. Weights are copied bit for bit. Torch is not needed.
+llama.cpp's conversion script is not part of the package `gguf`, so this module maps the names of tensors and the
+metadata. Weights are copied bit for bit. Torch is not needed.
 """
 
 from __future__ import annotations
@@ -47,13 +47,8 @@ def write_gguf(
 ) -> None:
     """Write all tensors in the dtype of the checkpoint, and norms in FP32 as llama.cpp requires.
 
-    Args:
-        checkpoint: A checkpoint that passes `require_convertible`.
-        file: The file to write.
-        describe_tokenizer: Adds the tokenizer to the `gguf.GGUFWriter`.
-
-    Raises:
-        CheckpointInvalid: The file cannot describe this model.
+    The checkpoint passes `require_convertible`. `describe_tokenizer` adds the tokenizer to the `gguf.GGUFWriter`.
+    Raises `CheckpointInvalid` if the file cannot describe this model.
     """
     gguf = import_module("gguf")
     config = checkpoint.decoder
@@ -94,7 +89,6 @@ def _is_wide(name: str, entry: TensorEntry) -> bool:
 
 
 def _describe(gguf: Any, writer: Any, name: str, entries: list[TensorEntry]) -> None:
-    """Add name, shape and type of a tensor that consists of these."""
     first, count = entries[0], len(entries)
     shape = first.shape if count == 1 else (count, *first.shape)
     shape = shape[1:] if name.endswith(".ffn_gate_inp_shexp.weight") else shape
@@ -116,11 +110,7 @@ def _values(config: ModelConfig, name: str, entry: TensorEntry) -> NDArray[Any]:
 
 
 def require_convertible(config: ModelConfig) -> None:
-    """Refuse a model with properties that this conversion does not write.
-
-    Raises:
-        CheckpointInvalid: The model has such a property.
-    """
+    """Raise `CheckpointInvalid` for a model with properties that this conversion does not write."""
     kinds = {rope and rope.kind for rope in config.ropes}
     _, family = ARCHITECTURES.get(config.architecture, ("", None))
     has_bias = config.qkv_bias and family is not None and family.interleaves_heads
@@ -139,11 +129,7 @@ def require_convertible(config: ModelConfig) -> None:
 
 
 def require_plain(checkpoint: Checkpoint) -> None:
-    """Refuse weights that are quantized, or in another order than a checkpoint's: they are copied bit for bit.
-
-    Raises:
-        CheckpointInvalid: The checkpoint has such weights.
-    """
+    """Raise `CheckpointInvalid` for weights that are quantized, or in another order: they are copied bit for bit."""
     if any(isinstance(entry, EncodedEntry) for entry in checkpoint.tensors.values()):
         raise CheckpointInvalid(
             f"{checkpoint.location} is quantized or a GGUF file already: give the original weights."
@@ -193,8 +179,8 @@ def single_precision(values: NDArray[Any], is_bf16: bool) -> NDArray[Any]:
 def interleaved(weight: NDArray[Any], heads: int) -> NDArray[Any]:
     """Reorder rows [heads x head_dim, in] for llama.cpp's rotary embedding.
 
-    llama.cpp rotates neighbours, elements 2i and 2i + 1 of a head; Hugging Face rotates i and i + head_dim/2.
-    Attention scores do not depend on the order.
+    llama.cpp rotates neighbours, elements 2i and 2i + 1 of a head; Hugging Face rotates i and i + head_dim/2. Attention
+    scores do not depend on the order.
     """
     halves = weight.reshape(heads, 2, -1, weight.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)

@@ -64,7 +64,7 @@ ATTENTION: Mapping[KernelCase, torch.dtype] = {
 
 
 def measure_kernels(plan: ServingPlan, facts: Facts, rounds: int) -> BenchOutcome:
-    """Measure all kernels on this thread, whose thread pool the products use."""
+    """Measure all kernels on this thread; the products use its thread pool."""
     torch.set_num_threads(plan.cpu.threads)
     if not has_kernel(OpCode.LINEAR_INT):
         return BenchOutcome("kernels", native_library().reason, (), {"machine": facts.to_json()})
@@ -167,7 +167,6 @@ def _time_product(copies: list[IntPanelLinear], rows: int) -> list[float]:
 
 
 def _torchao_seconds() -> Iterator[tuple[KernelCase, float]]:
-    """Yield the shortest seconds of a product by torchao."""
     for (name, factory), shape in itertools.product(TORCHAO_FORMS.items(), SHAPES):
         form = factory.pack(torch.randn(shape) / shape[1] ** 0.5, None)
         for rows in TORCHAO_ROWS:
@@ -214,8 +213,8 @@ def _figures(timed: dict[KernelCase, WorkSamples]) -> Iterator[Figure]:
 class DecodeAttention:
     """Decode attention of one query per sequence against its whole context, layer after layer.
 
-    `dtype` is the dtype of the cached keys and values (bfloat16, or int8 with scales). Queries are bfloat16
-    [SEQUENCES, HEADS, HEAD_DIM]. The cache is the engine's own `KvCache`.
+    Cached keys and values are bfloat16, or int8 with scales. Queries are bfloat16 [SEQUENCES, HEADS, HEAD_DIM]. The
+    cache is the engine's own `KvCache`.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -235,7 +234,6 @@ class DecodeAttention:
 
     @staticmethod
     def available() -> bool:
-        """Return True if the native attention kernel is available on this machine."""
         return has_kernel(OpCode.ATTENTION)
 
     def layer_seconds(self) -> list[float]:

@@ -50,16 +50,13 @@ class PeerEvent:
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppPeer:
-    """llama.cpp in the environment of an interpreter."""
-
     python: str = sys.executable
 
     def require(self, checkpoint: Checkpoint) -> None:
         """Check everything that a comparison needs, before minutes are spent on our own precisions.
 
-        Raises:
-            MeasurementFailed: A package or disk space is missing.
-            CheckpointInvalid: The model cannot be written as GGUF.
+        Raises `MeasurementFailed` if a package or disk space is missing, and `CheckpointInvalid` if the model cannot be
+        written as GGUF.
         """
         require_convertible(checkpoint.decoder)
         require_plain(checkpoint)
@@ -86,8 +83,7 @@ class LlamaCppPeer:
     def read(self, checkpoint: Checkpoint, windows: list[list[int]], threads: int) -> Generator[PeerEvent, None, None]:
         """Write the model for llama.cpp and yield the results of each of `FORMATS`.
 
-        Raises:
-            MeasurementFailed: llama.cpp failed; the message has its last lines.
+        Raises a `MeasurementFailed` with llama.cpp's last lines if it failed.
         """
         with tempfile.TemporaryDirectory(prefix="armature-llama-cpp-") as folder, tempfile.TemporaryFile("w+") as log:
             source, job = Path(folder) / "stored.gguf", Path(folder) / "job.json"
@@ -98,11 +94,7 @@ class LlamaCppPeer:
 
 
 def run_process(command: list[str], log: IO[str]) -> Generator[PeerEvent, None, None]:
-    """Yield the events that a process prints. `log` receives its messages.
-
-    Raises:
-        MeasurementFailed: The process failed.
-    """
+    """Yield the events that a process prints. `log` receives its messages. Raises `MeasurementFailed`."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
         assert process.stdout is not None
         ended = False
@@ -120,5 +112,4 @@ def run_process(command: list[str], log: IO[str]) -> Generator[PeerEvent, None, 
 
 
 def parse_event(event: Mapping[str, Any]) -> PeerEvent:
-    """Return the event of one line."""
     return PeerEvent(**{**event, "likeliest": tuple(event.get("likeliest", ()))})

@@ -23,7 +23,6 @@ CHUNK_TOKENS = 128  # positions whose logits are held in double precision at onc
 
 
 def main() -> int:
-    """Run the job of the file that the command line names."""
     sys.path.pop(0)  # this folder, whose modules are not meant for another interpreter
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -33,11 +32,7 @@ def main() -> int:
 
 
 def run(job: Event) -> Iterator[Event]:
-    """Measure each format of the job.
-
-    Yields:
-        The file size of a format when it is written, then the results of its windows in order.
-    """
+    """Yield the file size of each format when it is written, then the results of its windows in order."""
     api = import_module("llama_cpp")
     api.llama_backend_init()
     source = Path(job["source"])

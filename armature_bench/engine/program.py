@@ -35,8 +35,6 @@ _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class ProgramLoad:
-    """A request of `rows` rows."""
-
     rows: int
 
     @property
@@ -54,8 +52,7 @@ def measure_program_engine(
 ) -> BenchOutcome:
     """Build the engine as for serving and measure it on this thread.
 
-    Raises:
-        MeasurementFailed: Prompt lengths were given, or a request failed.
+    Raises `MeasurementFailed` if prompt lengths were given, or a request failed.
     """
     if options.prompts:
         raise MeasurementFailed("--prompts does not apply to an exported program: use --rows")
@@ -88,15 +85,12 @@ def measure_program_engine(
 
 
 class ProgramDriver:
-    """Submits rows to an engine and times the answers."""
-
     def __init__(self, engine: ProgramEngine, signature: Signature) -> None:
         self._engine, self._signature = engine, signature
         self._inputs: dict[ProgramLoad, dict[str, Array]] = {}
         self._number = 0
 
     def answer(self, load: ProgramLoad) -> tuple[float, float]:
-        """Return the seconds from an idle engine to the answer of one request, and those spent in the program."""
         if load not in self._inputs:
             tensors = synthetic_inputs(self._signature, load.rows)
             self._inputs[load] = {

@@ -66,8 +66,8 @@ PERPLEXITY_TARGETS = {
 class PrecisionScore:
     """Results of one precision.
 
-    Holds each window's negative log-likelihood in nats and most likely tokens, in order, and the bytes of the
-    weights as loaded, or of a peer's file.
+    `nats` and `likeliest` have each window's negative log-likelihood and most likely tokens, in order; `weight_bytes`
+    is the size of the weights as loaded, or of a peer's file.
     """
 
     weight_bytes: int = 0
@@ -75,33 +75,25 @@ class PrecisionScore:
     likeliest: list[Tensor] = field(default_factory=list)
 
     def add_window(self, nats: float, likeliest: Tensor) -> None:
-        """Add the results of the next window."""
         self.nats.append(nats)
         self.likeliest.append(likeliest)
 
     def perplexity(self, windows: int) -> float:
-        """Return the perplexity over the first `windows` windows."""
         return math.exp(sum(self.nats[:windows]) / sum(len(tokens) for tokens in self.likeliest[:windows]))
 
     def agreement(self, other: PrecisionScore) -> float:
-        """Return the share of tokens with the same most likely successor in both results.
-
-        Only windows that both have read are compared.
-        """
+        """Return the share of tokens with the same most likely successor, in windows that both have read."""
         pairs = list(zip(self.likeliest, other.likeliest, strict=False))
         return sum(int((mine == theirs).sum()) for mine, theirs in pairs) / sum(len(mine) for mine, _ in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class QualityJob:
-    """The model to measure, with settings and machine."""
-
     checkpoint: Checkpoint
     settings: Settings
     facts: Facts
 
     def plan(self, precision: str, kv_precision: str) -> ServingPlan:
-        """Return the plan for this precision of weights and of keys and values."""
         kept = self.settings.keep_layers if precision in QUANTIZED_PRECISIONS else ""
         settings = self.settings.with_weight_format(
             precision, kv_precision=kv_precision, int8_copy="off", keep_layers=kept
@@ -114,16 +106,8 @@ def measure_quality(
 ) -> BenchOutcome:
     """Measure every precision that this machine supports, on `text`, or on `DEFAULT_TOKENS` of the default text if None.
 
-    Ctrl-C keeps the windows read so far; comparisons use the windows that both precisions have read.
-
-    Args:
-        subject: The model and the machine.
-        text: The text.
-        max_tokens: Tokens of the text that are read; None: all of `text`.
-        peer: Another engine that reads the same windows after our precisions.
-
-    Raises:
-        MeasurementFailed: The peer is not installed, or failed.
+    Ctrl-C keeps the windows read so far; comparisons use the windows that both precisions have read. The `peer` reads
+    the same windows after our precisions; raises `MeasurementFailed` if it is not installed, or failed.
     """
     checkpoint, facts = subject.checkpoint, subject.facts
     if peer is not None:

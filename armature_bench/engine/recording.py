@@ -1,8 +1,8 @@
 """Two comparisons: decode with eager and recorded steps, and the cost of recording each step's duration and cause.
 
-Decode runs in the plan's precision and in FP32, alternating in one run. torch.compile runs beside them, on steps of
-PyTorch's own operations (`compiled.py`); encoders and exported programs have only these rows. The second comparison
-runs no model: the steps are described, and everything that serving does with such a description is timed.
+Decode runs in the plan's precision and in FP32, alternating in one run, with torch.compile beside them (`compiled.py`).
+The second comparison runs no model: the steps are described, and everything that serving does with such a description
+is timed.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class ReplayMode:
     def measure(self, rows: int) -> None:
         """Time one round of decode steps with `rows` sequences.
 
-        The first steps of a round are not counted: they reload what another engine evicted from the processor
-        caches.
+        The first steps of a round are not counted: they reload what another engine evicted from the processor caches.
         """
         self.replay.reason = DISABLED_REASON if self.mode == EAGER else ""
         self.driver.decode(rows, STEPS_PER_ROUND // 8)
@@ -78,7 +77,7 @@ class ReplayMode:
 def measure_replay(
     checkpoint: OpenedModel, plan: ServingPlan, facts: Facts, settings: Settings, options: ReplayOptions
 ) -> BenchOutcome:
-    """Measure the engines of a decoder, built as for serving, and torch.compile. Ctrl-C keeps the measurements so far."""
+    """Measure the engines of a decoder, built as for serving, and torch.compile. Ctrl-C keeps the measurements."""
     figures, complete = list[Figure](), True
     if isinstance(checkpoint, Checkpoint) and checkpoint.kind == "decoder":
         figures, complete = _measure_engines(checkpoint, plan, facts, settings, options)
@@ -201,7 +200,6 @@ class StepInstruments:
         self._next_step = 0
 
     def monitor_step(self, step: StepStats) -> None:
-        """Pass one step to the step monitor."""
         self.watch.begin()
         self._model.observe(step)
         self.watch.end(step)
@@ -213,7 +211,6 @@ class StepInstruments:
         self.monitor_step(steps[self._next_step % len(steps)])
 
     def monitor_and_count(self, step: StepStats) -> None:
-        """Pass one step to the step monitor and to the metrics."""
         self.watch.begin()
         self._model.observe(step)
         self.watch.end(step)

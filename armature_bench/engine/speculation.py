@@ -1,11 +1,10 @@
 """Speedup of speculative decoding for one greedy sequence, at given acceptance probabilities.
 
-The benchmark first generates a text without speculation. It then generates the text again with a drafter that knows
-it: each draft token is the correct next token with the given probability, else another token. Everything else is as
-in serving: the number of draft tokens per step is decided as usual, and each draft token is computed and verified.
-When two tokens are almost equally likely, another order of summation can swap them. The text is then forced to the
-first version; otherwise untrained models would soon diverge. The benchmark says nothing about the acceptance rate of
-n-gram lookup on real text.
+The benchmark first generates a text without speculation, then again with a drafter that knows it: each draft token is
+the correct next token with the given probability, else another token. Everything else is as in serving. When two tokens
+are almost equally likely, another order of summation can swap them. The text is then forced to the first version;
+otherwise untrained models would soon diverge. The benchmark says nothing about the acceptance rate of n-gram lookup on
+real text.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ SamplesByProbability = Mapping[float | None, SpeculationSamples]  # None: withou
 
 
 class PlantedDrafter:
-    """Drafter that knows the text and proposes each token correctly with probability `chance`."""
+    """Drafter that knows the text and proposes each token correctly with probability `probability`."""
 
     def __init__(self, truth: Sequence[int], probability: float, rng: random.Random) -> None:
         self._truth, self._probability, self._rng = truth, probability, rng
@@ -81,7 +80,7 @@ class PlantedDrafter:
 
 
 class PlantedChoice:
-    """Replaces what a draft model drafts: the token of the text with probability `probability`, else another one."""
+    """Replaces a draft model's token by the token of the text with probability `probability`, else by another one."""
 
     def __init__(self, truth: Sequence[int], probability: float, rng: random.Random) -> None:
         self._truth, self._probability, self._rng = truth, probability, rng
@@ -95,7 +94,7 @@ class PlantedChoice:
 
 
 class ForcedTextRunner:
-    """A runner that computes and samples as usual, and then replaces the sampled tokens by those of a text.
+    """A runner that computes and samples as usual, and then replaces the sampled tokens by a text's.
 
     `text` includes the prompt; if it is empty, nothing is replaced.
     """
@@ -108,30 +107,24 @@ class ForcedTextRunner:
 
     @property
     def model_seconds(self) -> float:
-        """Seconds spent in the model by the wrapped runner."""
         return self._runner.model_seconds
 
     @property
     def is_first(self) -> bool:
-        """True if the wrapped runner's last step had a new shape."""
         return self._runner.is_first
 
     @property
     def is_native(self) -> bool:
-        """True if the wrapped runner's last step was replayed."""
         return self._runner.is_native
 
     @property
     def prompt_scores(self) -> Sequence[tuple[TokenScore, ...]]:
-        """The scores that the wrapped runner computed."""
         return self._runner.prompt_scores
 
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
-        """Launch a batch on the wrapped runner."""
         return self._runner.launch(batch, after)
 
     def wait(self, in_flight: InFlightStep) -> list[SampledTokens]:
-        """Return the sampled tokens, replaced by those of the text if there is one."""
         sampled = list(self._runner.wait(in_flight))
         if not self.text:
             return sampled
@@ -145,13 +138,10 @@ class ForcedTextRunner:
         return False
 
     def survives(self, error: Exception) -> bool:
-        """Return whether the wrapped runner can continue after `error`."""
         return self._runner.survives(error)
 
 
 class AnswerDriver:
-    """Runs one answer after the other through the engine and times the steps."""
-
     def __init__(self, engine: DecoderEngine, max_tokens: int) -> None:
         self.forced_runner = engine.runner = ForcedTextRunner(engine.runner)
         self._engine, self._max_tokens = engine, max_tokens
@@ -160,10 +150,7 @@ class AnswerDriver:
     def generate(
         self, prompt: Sequence[int], speculation: Speculation | None, text: Sequence[int] = ()
     ) -> GreedyAnswer:
-        """Generate one answer of up to `max_tokens` tokens.
-
-        If `text` (prompt included) is given, the answer is forced to it.
-        """
+        """Generate up to `max_tokens` tokens, forced to `text` (prompt included) if it is given."""
         self._engine.scheduler.speculation, self.forced_runner.text = speculation, text
         self._number += 1
         name, answer = f"bench-{self._number}", GreedyAnswer()
@@ -202,12 +189,10 @@ def measure_speculation(
     rounds: int,
     draft: Checkpoint | None = None,
 ) -> BenchOutcome:
-    """Build the engine as for serving and measure it, with n-gram lookup and then with the draft model if there is one.
+    """Build the engine as for serving and measure it, with n-gram lookup and then with the draft model, if any.
 
-    Every round has a new prompt; one additional first round is not counted.
-
-    Raises:
-        MeasurementFailed: The plan has no speculation, or a request failed.
+    Every round has a new prompt; one additional first round is not counted. Raises `MeasurementFailed` if the plan has
+    no speculation, or a request failed.
     """
     with progress((rounds + 1) * (1 if draft is None else 2) + 1, "loading") as advance:
         request = BuildRequest(checkpoint, plan, step_time_model=StepTimeModel(steps), draft=draft)
@@ -239,12 +224,11 @@ PlantSpeculation = Callable[[Sequence[int], float, random.Random], Speculation] 
 
 @dataclass(frozen=True, slots=True)
 class PlantedLookup:
-    """Makes policies whose drafter knows the text."""
+    """Makes policies with a drafter that knows the text."""
 
     speculation: Speculation
 
     def __call__(self, text: Sequence[int], probability: float, rng: random.Random) -> Speculation:
-        """Return the policy for one answer."""
         drafter = PlantedDrafter(text, probability, rng)
         return self.speculation.with_drafter(lambda sequence: drafter)
 
@@ -257,7 +241,6 @@ class PlantedDraftModel:
     model: DraftModel
 
     def __call__(self, text: Sequence[int], probability: float, rng: random.Random) -> Speculation:
-        """Return the policy for one answer."""
         self.model.choose = PlantedChoice(text, probability, rng)
         return self.speculation.with_draft_model(self.model)
 
@@ -305,12 +288,11 @@ def _rounds(rounds: int, one: SpeculationRound, taken: SamplesByProbability, adv
 
 
 def _speed(answers: Sequence[GreedyAnswer]) -> float:
-    """Return the generated tokens per second of all answers."""
     return sum(answer.made for answer in answers) / max(sum(sum(answer.step_seconds) for answer in answers), 1e-9)
 
 
 def _figures(taken: SamplesByProbability, targets: Mapping[float, float], method: str) -> Iterator[Figure]:
-    """Yield the figures of a method, whose name begins those of its rows; the one without speculation only once."""
+    """Yield the figures of a method, in rows that begin with its name; the one without speculation only once."""
     for probability, samples in taken.items():
         if not samples.ratios:
             continue

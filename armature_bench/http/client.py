@@ -24,9 +24,9 @@ from armature_bench.http.workload import FREQUENT_WORDS, TokenPrompts
 class StreamTiming:
     """Timing of one streamed answer.
 
-    `started` is when the request was sent. `chunks` has the arrival time of each chunk and its number of tokens.
-    Times are `time.perf_counter` seconds. Tokens that arrive at the same moment form one chunk: a step with accepted
-    draft tokens produces several tokens.
+    `started` is when the request was sent. `chunks` has the arrival time of each chunk and its number of tokens. Times
+    are `time.perf_counter` seconds. Tokens that arrive at the same moment form one chunk: a step with accepted draft
+    tokens produces several tokens.
     """
 
     started: float
@@ -57,8 +57,7 @@ async def stream_request(
 ) -> StreamTiming:
     """Send one request and return its stream, read to the end or until `on_chunk` returns False.
 
-    Raises:
-        RequestBroken: No complete answer arrived, or it has no tokens.
+    Raises `HttpRequestFailed` if no complete answer arrived, or it has no tokens.
     """
     reading = _StreamReader(dialect, on_chunk)
     started = time.perf_counter()
@@ -68,8 +67,6 @@ async def stream_request(
 
 
 class _StreamReader:
-    """Collects the chunks of one answer while it arrives."""
-
     def __init__(self, dialect: GenerateDialect, on_chunk: OnChunk | None) -> None:
         self._num_tokens = dialect.num_tokens
         self._on_chunk = on_chunk
@@ -105,7 +102,6 @@ class _StreamReader:
 
 
 def _parse_event(data: bytes) -> dict[str, Any]:
-    """Parse the JSON object of one event."""
     try:
         event = json.loads(data)
     except ValueError as error:
@@ -118,8 +114,6 @@ def _parse_event(data: bytes) -> dict[str, Any]:
 
 
 class ArmatureClient:
-    """Client for the routes of an Armature server."""
-
     def __init__(self, wire: HttpClient) -> None:
         self.wire = wire
 
@@ -131,7 +125,6 @@ class ArmatureClient:
             return False
 
     async def info(self) -> dict[str, Any]:
-        """Return the JSON object of `/info`."""
         return dict((await self.wire.get("/info")).raise_for_status("/info").json())
 
     async def counters(self) -> dict[str, float]:
@@ -141,7 +134,6 @@ class ArmatureClient:
         return {name: float(value) for name, _, value in samples}
 
     async def token_prompts(self, seed: int = 0) -> TokenPrompts:
-        """Return a source of prompts made of tokens of this model."""
         answer = await self.wire.post("/tokenize", {"prompt": FREQUENT_WORDS, "add_special_tokens": False})
         return TokenPrompts(answer.raise_for_status("/tokenize").json()["token_ids"], seed)
 
@@ -150,8 +142,7 @@ class ArmatureClient:
     ) -> StreamTiming:
         """Request one greedy answer of exactly `max_tokens` tokens, read until `on_chunk` returns False.
 
-        Raises:
-            MeasurementFailed: The stream was read to its end but has another number of tokens.
+        Raises `MeasurementFailed` if the stream was read to its end but has another number of tokens.
         """
         went_on = True
 

@@ -36,8 +36,7 @@ class TokenUsage:
 class GenerateDialect:
     """Request and response format of one dialect.
 
-    `num_tokens` returns the number of tokens whose text an event carries, as far as the event shows it; 0 for other
-    events.
+    `num_tokens` returns the number of tokens with text in an event, as far as the event shows it; 0 for other events.
     """
 
     path: str

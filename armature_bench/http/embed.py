@@ -1,7 +1,4 @@
-"""Embedding under load, as measured by `armature bench http --kind embed`: requests in one dialect, and their timing.
-
-Reports texts and tokens per second, and latencies of whole requests.
-"""
+"""Embedding under load (`armature bench http --kind embed`): requests in one dialect, and their timing."""
 
 from __future__ import annotations
 
@@ -66,11 +63,9 @@ class EmbedTraffic:
         self._texts, self._random = texts, random.Random(texts.seed)
 
     async def run_closed_loop(self, run: LoadRun[EmbedTiming], num_clients: int, bounds: RunLimits) -> None:
-        """Run a closed loop of `num_clients` clients."""
         await loops.run_closed_loop(run, num_clients, bounds, self._one)
 
     async def run_open_loop(self, run: LoadRun[EmbedTiming], moments: Iterable[float], bounds: RunLimits) -> None:
-        """Run an open loop with requests at these moments, in seconds from the start."""
         await loops.run_open_loop(run, moments, bounds, self._one)
 
     async def warm_up(self, num_requests: int) -> None:
@@ -95,11 +90,7 @@ class EmbedTraffic:
 
 
 async def send_texts(wire: HttpClient, dialect: EmbedDialect, model: str | None, texts: Sequence[str]) -> bytes:
-    """Send one request and return the body of the answer without parsing it.
-
-    Raises:
-        RequestBroken: No complete answer with status 200 arrived.
-    """
+    """Send one request and return the body without parsing it. Raises `HttpRequestFailed` if the status is no 200."""
     path = dialect.path(model)
     return (await wire.post(path, dialect.body(texts, model))).raise_for_status(path).body
 
@@ -124,8 +115,7 @@ async def text_prompts_for(
 async def _probe_tokens(wire: HttpClient, dialect: EmbedDialect, model: str | None, num_words: int) -> int | None:
     """Send one text of `num_words` words, check the answer, and return the token count that the server reports.
 
-    Raises:
-        MeasurementFailed: The answer is not exactly one vector.
+    Raises `MeasurementFailed` if the answer is not exactly one vector.
     """
     body = await send_texts(wire, dialect, model, [TextPrompts(1.0, 0.0).words(num_words)])
     try:
@@ -149,22 +139,18 @@ class EmbedBench:
 
     @property
     def seed(self) -> int:
-        """Seed of the text lengths."""
         return self.texts.seed
 
     def bounds(self, level: LoadLevel) -> RunLimits:
-        """Return the default limits of one run: `LOAD_SECONDS`."""
         return RunLimits(seconds=LOAD_SECONDS)
 
     async def traffic(self, wire: HttpClient, target: ServerTarget) -> tuple[EmbedTraffic, str]:
-        """Return the traffic for one server, and a description of its texts."""
         dialect = EMBED_DIALECTS[target.api]
         model = target.model or await first_served_model(wire)
         prompts, description = await text_prompts_for(wire, dialect, model, self.seed)
         return EmbedTraffic(wire, dialect, model, prompts, self.texts), description
 
     def figures(self, side: ServerRuns[EmbedTiming], against: ServerRuns[EmbedTiming] | None) -> Iterator[Figure]:
-        """Yield throughput, latency and failures of one server under one load."""
         if side.answered:
             yield rate_figure(TEXT_RATE, side, against)
             yield rate_figure(TOKEN_RATE, side, against)
@@ -172,7 +158,6 @@ class EmbedBench:
         yield from failure_figures(side)
 
     def caveats(self, name: str, answered: Sequence[EmbedTiming], prompts: str) -> Iterator[str]:
-        """Yield notes on how texts were sized and tokens were counted."""
         each = statistics.median(num_tokens(one) / one.num_texts for one in answered)
         yield f"{name}: texts are {prompts}; {each:.0f} tokens each in the median request."
         if any(one.num_tokens is None for one in answered):
@@ -189,12 +174,10 @@ class EmbedBench:
         }
 
     def details(self) -> dict[str, Any]:
-        """Return the workload's parameters for the result file."""
         return {"texts": self.texts.number, "lengths": str(self.texts.lengths)}
 
 
 def num_texts(answered: EmbedTiming) -> float:
-    """Return the number of texts of one request."""
     return answered.num_texts
 
 

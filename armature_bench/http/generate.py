@@ -39,7 +39,6 @@ class GenerateBench:
 
     @property
     def seed(self) -> int:
-        """Seed of the prompts and lengths."""
         return self.workload.seed
 
     def bounds(self, level: LoadLevel) -> RunLimits:
@@ -51,18 +50,15 @@ class GenerateBench:
         )
 
     async def traffic(self, wire: HttpClient, target: ServerTarget) -> tuple[GenerateTraffic, str]:
-        """Return the traffic for one server, and a description of its prompts."""
         dialect = GENERATE_DIALECTS[target.api]
         model = target.model or await first_served_model(wire)
         prompts, description = await prompts_for(wire, dialect, model, self.seed)
         return GenerateTraffic(wire, dialect, model, prompts, self.workload), description
 
     def figures(self, side: ServerRuns[GenerateTiming], against: ServerRuns[GenerateTiming] | None) -> Iterator[Figure]:
-        """Yield throughput, latencies, goodput and failures of one server under one load."""
         return stream_figures(side, self.objective, against)
 
     def caveats(self, name: str, answered: Sequence[GenerateTiming], prompts: str) -> Iterator[str]:
-        """Yield notes on prompts, token counts and answers that ended early."""
         streams = [each.stream for each in answered]
         read = [stream.usage.prompt_tokens for stream in streams if stream.usage is not None]
         num_chunks = sum(len(stream.chunks) for stream in streams)
@@ -79,9 +75,7 @@ class GenerateBench:
             yield f"{name}: {short} of {len(answered)} answers ended before the requested number of tokens."
 
     def record(self, answered: GenerateTiming, started: float) -> dict[str, Any]:
-        """Return one request for the result file."""
         return stream_record(answered, started)
 
     def details(self) -> dict[str, Any]:
-        """Return the workload's parameters for the result file."""
         return {"prompt_tokens": str(self.workload.prompt_tokens), "max_tokens": str(self.workload.max_tokens)}

@@ -1,7 +1,6 @@
 """Exported programs under load, as measured by `armature bench http --kind infer`, over the Open Inference Protocol.
 
-Synthetic input rows follow the signature that the server reports and are sent as binary tensors. Reports rows per
-second and latencies of whole requests.
+Synthetic input rows follow the signature that the server reports and are sent as binary tensors.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ class ModelInput:
 def parse_inputs(metadata: Mapping[str, Any], path: str) -> tuple[ModelInput, ...]:
     """Parse the inputs from the answer of `/v2/models/{m}`.
 
-    Raises:
-        MeasurementFailed: The answer has no valid inputs, or one of a datatype that cannot be generated.
+    Raises `MeasurementFailed` if it has no valid inputs, or one of a datatype that cannot be generated.
     """
     try:
         inputs = tuple(
@@ -95,11 +93,7 @@ def build_bodies(inputs: Sequence[ModelInput], rows: InferWorkload) -> tuple[Htt
 
 
 def check_answer(answer: HttpResponse, path: str, num_rows: int) -> None:
-    """Check that an answer has a tensor with `num_rows` rows.
-
-    Raises:
-        MeasurementFailed: The answer is not a list of tensors, or none has `num_rows` rows.
-    """
+    """Raise `MeasurementFailed` if no tensor of an answer has `num_rows` rows."""
     length = answer.headers.get(BINARY_HEADER.lower(), "")
     head = answer.body[: int(length)] if length.isdecimal() else answer.body
     try:
@@ -180,11 +174,9 @@ class InferTraffic:
         self._num_sent = 0
 
     async def run_closed_loop(self, run: LoadRun[InferTiming], num_clients: int, bounds: RunLimits) -> None:
-        """Run a closed loop of `num_clients` clients."""
         await loops.run_closed_loop(run, num_clients, bounds, self._one)
 
     async def run_open_loop(self, run: LoadRun[InferTiming], moments: Iterable[float], bounds: RunLimits) -> None:
-        """Run an open loop with requests at these moments, in seconds from the start."""
         await loops.run_open_loop(run, moments, bounds, self._one)
 
     async def warm_up(self, num_requests: int) -> None:
@@ -194,8 +186,7 @@ class InferTraffic:
     async def check(self) -> None:
         """Send one request and check its answer; the other answers are not parsed, to save processor time.
 
-        Raises:
-            MeasurementFailed: The answer does not have the expected tensors.
+        Raises `MeasurementFailed` if the answer does not have the expected tensors.
         """
         check_answer(await self._send_next(), self._path, self._num_rows)
 
@@ -207,11 +198,7 @@ class InferTraffic:
         return InferTiming(intended, client, started, ended, self._num_rows)
 
     async def _send_next(self) -> HttpResponse:
-        """Send the next body and return the whole answer without parsing it.
-
-        Raises:
-            RequestBroken: No complete answer with status 200 arrived.
-        """
+        """Send the next body and return the whole answer without parsing it. Raises `HttpRequestFailed`."""
         body = self._bodies[self._num_sent % len(self._bodies)]
         self._num_sent += 1
         return (await self._wire.exchange("POST", self._path, body)).raise_for_status(self._path)
@@ -220,8 +207,7 @@ class InferTraffic:
 async def infer_traffic_for(wire: HttpClient, model: str | None, rows: InferWorkload) -> InferTraffic:
     """Return the traffic for `model` after one request was answered correctly.
 
-    Raises:
-        MeasurementFailed: No model is named, its inputs cannot be generated, or the answer has no tensors.
+    Raises `MeasurementFailed` if no model is named, its inputs cannot be generated, or the answer has no tensors.
     """
     if model is None:
         raise MeasurementFailed(f"{wire.url} lists no models: name one with --model")
@@ -243,7 +229,6 @@ LOAD_SECONDS = 10.0  # requests take milliseconds, so a run has thousands of the
 
 
 def num_rows(answered: InferTiming) -> float:
-    """Return the number of rows of one request."""
     return answered.num_rows
 
 
@@ -259,28 +244,23 @@ class InferBench:
 
     @property
     def seed(self) -> int:
-        """Seed of the synthetic rows."""
         return self.workload.seed
 
     def bounds(self, level: LoadLevel) -> RunLimits:
-        """Return the default limits of one run: `LOAD_SECONDS`."""
         return RunLimits(seconds=LOAD_SECONDS)
 
     async def traffic(self, wire: HttpClient, target: ServerTarget) -> tuple[InferTraffic, str]:
-        """Return the traffic for one server, and a description of its rows."""
         model = target.model or await first_served_model(wire)
         description = f"generated from the model's signature, integers below {self.workload.below}, free dimensions of {self.workload.free}"
         return await infer_traffic_for(wire, model, self.workload), description
 
     def figures(self, side: ServerRuns[InferTiming], against: ServerRuns[InferTiming] | None) -> Iterator[Figure]:
-        """Yield throughput, latency and failures of one server under one load."""
         if side.answered:
             yield rate_figure(ROW_RATE, side, against)
             yield latency_figure(f"{side.label} latency", [each.ended - each.intended for each in side.answered])
         yield from failure_figures(side)
 
     def caveats(self, name: str, answered: Sequence[InferTiming], prompts: str) -> Iterator[str]:
-        """Yield a note on the content of the rows."""
         yield f"{name}: rows are {prompts}."
 
     def record(self, answered: InferTiming, started: float) -> dict[str, Any]:
@@ -293,5 +273,4 @@ class InferBench:
         }
 
     def details(self) -> dict[str, Any]:
-        """Return the workload's parameters for the result file."""
         return {"rows": self.workload.number}

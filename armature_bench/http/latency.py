@@ -25,10 +25,7 @@ PREFIX_TARGET = 0.15
 async def inter_token_latency(
     client: ArmatureClient, prompt_tokens: int, rounds: int, advance: AdvanceProgress
 ) -> list[Figure]:
-    """Measure the gaps between chunks of running streams.
-
-    Compares the gaps before a long prompt of `prompt_tokens` is sent with those from then until its first token.
-    """
+    """Measure the gaps between chunks of running streams before a long prompt, and from then until its first token."""
     prompts = await client.token_prompts()
     quiet: list[float] = []
     disturbed: list[float] = []

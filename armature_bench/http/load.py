@@ -1,7 +1,6 @@
 """Benches that measure a server over HTTP, by name, among them `armature bench http` with its load levels.
 
-Each bench starts or finds the server and returns its figures. Under load, a server is measured alone or alternating
-with a second one.
+Under load, a server is measured alone or alternating with a second one.
 """
 
 from __future__ import annotations
@@ -62,16 +61,13 @@ class ServerTarget:
 
 
 class TrafficSender(Protocol[A]):
-    """Sends requests of one kind to one server."""
-
     async def warm_up(self, num_requests: int) -> None:
         """Send requests that are not recorded."""
 
-    async def run_closed_loop(self, run: LoadRun[A], num_clients: int, bounds: RunLimits) -> None:
-        """Run a closed loop of `num_clients` clients."""
+    async def run_closed_loop(self, run: LoadRun[A], num_clients: int, bounds: RunLimits) -> None: ...
 
     async def run_open_loop(self, run: LoadRun[A], moments: Iterable[float], bounds: RunLimits) -> None:
-        """Run an open loop with requests at these moments, in seconds from the start."""
+        """Send requests at these moments, in seconds from the start."""
 
 
 class LoadBench(Protocol[A]):
@@ -81,8 +77,7 @@ class LoadBench(Protocol[A]):
     """
 
     @property
-    def unit(self) -> str:
-        """Name of the unit that the progress display counts."""
+    def unit(self) -> str: ...
 
     @property
     def seed(self) -> int:
@@ -97,14 +92,11 @@ class LoadBench(Protocol[A]):
     def figures(self, side: ServerRuns[A], against: ServerRuns[A] | None) -> Iterator[Figure]:
         """Yield the figures of one server under one load, compared with `against` if given."""
 
-    def caveats(self, name: str, answered: Sequence[A], prompts: str) -> Iterator[str]:
-        """Yield notes that the reader needs to judge the figures."""
+    def caveats(self, name: str, answered: Sequence[A], prompts: str) -> Iterator[str]: ...
 
-    def record(self, answered: A, started: float) -> dict[str, Any]:
-        """Return one answered request for the result file."""
+    def record(self, answered: A, started: float) -> dict[str, Any]: ...
 
-    def details(self) -> dict[str, Any]:
-        """Return the workload's parameters for the result file."""
+    def details(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +114,6 @@ class LoadJob:
 
 @dataclass(slots=True)
 class LoadResults:
-    """All measurements so far; they survive an interruption."""
-
     runs: dict[tuple[LoadLevel, int], list[LoadRun[Any]]] = field(
         default_factory=dict
     )  # keys: level and index of the target
@@ -133,8 +123,7 @@ class LoadResults:
 def measure_load(job: LoadJob) -> BenchOutcome:
     """Run the bench. Ctrl-C stops early and keeps all answered requests.
 
-    Raises:
-        MeasurementFailed: No request was answered.
+    Raises `MeasurementFailed` if no request was answered.
     """
     found, complete = LoadResults(), True
     try:
@@ -226,7 +215,6 @@ def _figures(job: LoadJob, found: LoadResults) -> Iterator[Figure]:
 
 
 def _notes(job: LoadJob, found: LoadResults) -> Iterator[str]:
-    """Yield notes that the reader needs to judge the figures, and one message for each kind of failure."""
     for index, target in enumerate(job.targets):
         answered = [
             each
@@ -273,9 +261,9 @@ def _details(job: LoadJob, found: LoadResults) -> dict[str, Any]:
 class ServerBenchJob:
     """One run of a bench over HTTP.
 
-    `flags` are passed to `armature serve` for a new server; `url` is a server that already runs. `tokens` is the
-    length of the long prompt or of the prefix. Memory is compared with `weight_bytes` and `kv_bytes_per_token`. `tokenizer` is the
-    checkpoint whose tokenizer a simulated server has; None: there is none.
+    `flags` are passed to `armature serve` for a new server; `url` is a server that already runs. `tokens` is the length
+    of the long prompt or of the prefix. Memory is compared with `weight_bytes` and `kv_bytes_per_token`. A simulated
+    server has the tokenizer of the checkpoint `tokenizer`; None: there is none.
     """
 
     bench: str
@@ -290,11 +278,7 @@ class ServerBenchJob:
 
 
 def measure_server(job: ServerBenchJob) -> BenchOutcome:
-    """Run the bench of one command.
-
-    Raises:
-        MeasurementFailed: The server could not be measured.
-    """
+    """Run the bench of one command. Raises `MeasurementFailed` if the server could not be measured."""
     special = {
         "start": job.rounds + 1,
         "memory": 1,

@@ -32,15 +32,12 @@ class RunLimits:
     seconds: float | None = None
 
     def allow(self, num_sent: int, elapsed: float) -> bool:
-        """Return True if another request may be sent."""
         few_enough = self.num_requests is None or num_sent < self.num_requests
         return few_enough and (self.seconds is None or elapsed < self.seconds)
 
 
 @dataclass(slots=True)
 class LoadRun(Generic[A]):
-    """One run of load on one server, and its results."""
-
     started: float = 0.0
     ended: float = 0.0
     cpu_seconds: float = 0.0  # processor time of this process
@@ -74,12 +71,10 @@ class ServerRuns(Generic[A]):
 
     @property
     def answered(self) -> list[A]:
-        """All answered requests of all runs."""
         return [answered for run in self.runs for answered in run.answered]
 
     @property
     def requests_per_second(self) -> float:
-        """Answered requests per second of run time."""
         return len(self.answered) / sum(run.ended - run.started for run in self.runs)
 
     def pairs(self, other: ServerRuns[A]) -> list[tuple[LoadRun[A], LoadRun[A]]]:
@@ -141,7 +136,7 @@ def _timed(run: LoadRun[A]) -> Iterator[None]:
 
 
 class WholeAnswer(Protocol):
-    """A request whose answer arrived at once."""
+    """A request with an answer that arrived at once."""
 
     @property
     def client(self) -> int:
@@ -159,7 +154,7 @@ W = TypeVar("W", bound=WholeAnswer)
 class RateMetric(Generic[W]):
     """A throughput metric: its name, its unit, and the number of units of a request.
 
-    If `requests` is True, requests per second and answered requests are shown in the same row.
+    With `requests`, requests per second and answered requests are shown in the same row.
     """
 
     what: str
@@ -169,7 +164,7 @@ class RateMetric(Generic[W]):
 
 
 def rate_figure(counted: RateMetric[W], side: ServerRuns[W], against: ServerRuns[W] | None) -> Figure:
-    """Return the median throughput of the rounds; the ratio to `against` is the median of the ratios of each round."""
+    """Return the median throughput of the rounds; the ratio to `against` is the median of each round's ratios."""
     weight = counted.weight
     parts = {"overall": sum(map(weight, side.answered)) / sum(run.ended - run.started for run in side.runs)}
     if counted.requests:
@@ -191,7 +186,6 @@ def rate_figure(counted: RateMetric[W], side: ServerRuns[W], against: ServerRuns
 
 
 def units_per_second(run: LoadRun[W], closed: bool, weight: Callable[[W], float]) -> float:
-    """Return the units per second within the steady window of a run."""
     begin, end = whole_answer_window(run, closed)
     return sum(weight(each) for each in run.answered if begin < each.ended <= end) / (end - begin)
 
@@ -199,8 +193,7 @@ def units_per_second(run: LoadRun[W], closed: bool, weight: Callable[[W], float]
 def whole_answer_window(run: LoadRun[W], closed: bool) -> tuple[float, float]:
     """Return the begin and end of the window in which throughput is counted.
 
-    In a closed loop this is while all clients wait for an answer; otherwise from the first request to the last
-    answer.
+    In a closed loop this is while all clients wait for an answer; otherwise from the first request to the last answer.
     """
     by_client: dict[int, list[W]] = {}
     for answered in run.answered:

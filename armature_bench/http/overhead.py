@@ -103,8 +103,6 @@ async def _model_seconds(client: ArmatureClient) -> float:
 
 
 class _SimulatedServer:
-    """The simulated server in a child process."""
-
     def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
         self._process, self.port = process, port
 

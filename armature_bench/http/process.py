@@ -48,7 +48,7 @@ async def time_to_first_token(flags: Sequence[str], rounds: int, advance: Advanc
 
 
 async def _import_torch() -> float:
-    """Return the seconds that `import torch` takes in a new interpreter, excluding the start of the interpreter."""
+    """Return the seconds of `import torch` in a new interpreter, excluding the start of the interpreter."""
     script = "import time; s = time.perf_counter(); import torch; print(time.perf_counter() - s)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
     printed, _ = await process.communicate()

@@ -1,9 +1,9 @@
 """Armature's HTTP server with a simulated engine, and what a streamed token costs its event loop.
 
-The engine makes a token with one space for each open request at fixed intervals, and computes nothing, so the figures are the cost of
-the way from the worker's events to the sockets. `armature bench overhead` starts the server as a child process:
-`python -m armature_bench.http.simulated CHECKPOINT`. It prints its port; for each line on standard input it prints a line
-of JSON with counters.
+The engine makes a token with one space for each open request at fixed intervals, and computes nothing, so the figures
+are the cost of the way from the worker's events to the sockets. `armature bench overhead` starts the server as a child
+process: `python -m armature_bench.http.simulated CHECKPOINT`. It prints its port; for each line on standard input it
+prints a line of JSON with counters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TEXT = "The keeper of the lighthouse wrote a letter to his sister every Sunday,
 
 
 class SimulatedEngine:
-    """A worker whose engine makes `rate` tokens per second for all open requests together, and computes nothing."""
+    """A worker with an engine that makes `rate` tokens per second for all open requests, and computes nothing."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self.alive, self.state, self.stage = True, "ready", "ready"
@@ -51,11 +51,9 @@ class SimulatedEngine:
         self._open: dict[str, int] = {}  # tokens that are left
 
     def put(self, command: Command) -> None:
-        """Take a command."""
         self._mailbox.put(command)
 
     def run(self, service: Service) -> None:
-        """Make tokens until `Stop`."""
         due = time.perf_counter()
         while True:
             try:
@@ -90,20 +88,16 @@ _TIMINGS = Timings()
 
 
 class _Lifetime:
-    """Start and stop of the simulated server."""
-
     def __init__(self, service: Service, engine: SimulatedEngine, model: ServedDecoder) -> None:
         self.service, self.engine, self.model = service, engine, model
         self._thread = threading.Thread(target=engine.run, args=(service,), daemon=True)
 
     async def start(self) -> None:
-        """Start the engine."""
         await self.service.start()
         self.service.serve(self.model)
         self._thread.start()
 
     async def stop(self) -> None:
-        """Stop it."""
         self.engine.put(Stop())
         await self.service.stop()
 

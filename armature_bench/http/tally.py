@@ -1,7 +1,6 @@
 """Streamed generation requests to one server in one dialect: prompts, timing of each answer, and summary of the runs.
 
-Prompts are token ids if the server accepts them, else text whose tokens the server has counted. The summary has
-latency percentiles, tokens per second, and failures by kind.
+Prompts are token ids if the server accepts them, else text with tokens that the server has counted.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class GenerateWorkload:
-    """Parameters of every request: distributions of prompt and completion lengths in tokens."""
-
     prompt_tokens: UniformLengths
     max_tokens: UniformLengths
     ignore_eos: bool = True
@@ -40,8 +37,8 @@ class GenerateWorkload:
 class GenerateTiming:
     """One answered request.
 
-    `intended` is when the request should have been sent (`time.perf_counter` seconds); latency starts there.
-    `client` is the index of its client.
+    `intended` is when the request should have been sent (`time.perf_counter` seconds); latency starts there. `client`
+    is the index of its client.
     """
 
     intended: float
@@ -72,11 +69,9 @@ class GenerateTraffic:
         self._random = random.Random(wanted.seed)
 
     async def run_closed_loop(self, run: GenerateRun, num_clients: int, bounds: RunLimits) -> None:
-        """Run a closed loop of `num_clients` clients."""
         await loops.run_closed_loop(run, num_clients, bounds, self._one)
 
     async def run_open_loop(self, run: GenerateRun, moments: Iterable[float], bounds: RunLimits) -> None:
-        """Run an open loop with requests at these moments, in seconds from the start."""
         await loops.run_open_loop(run, moments, bounds, self._one)
 
     async def warm_up(self, num_requests: int, max_tokens: int = WARM_UP_TOKENS) -> None:
@@ -171,7 +166,6 @@ class LatencyObjective:
     itl_seconds: float | None = None
 
     def met(self, answered: GenerateTiming) -> bool:
-        """Return True if the request met all limits."""
         per_token = seconds_per_token(answered.stream) or 0.0
         soon = self.ttft_seconds is None or time_to_first_token(answered) <= self.ttft_seconds
         return soon and (self.itl_seconds is None or per_token <= self.itl_seconds)
@@ -299,7 +293,6 @@ def _latencies(label: str, answered: Sequence[GenerateTiming]) -> Iterator[Figur
 
 
 def failure_figures(side: ServerRuns[Any]) -> Iterator[Figure]:
-    """Yield the number of failed requests by kind."""
     for kind, number in sorted(sum((run.failures for run in side.runs), Counter[str]()).items()):
         yield Figure(f"{side.label} failed, {kind}", number, "requests", target=0, at_most=True)
 

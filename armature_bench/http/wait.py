@@ -1,8 +1,8 @@
 """Accuracy of a server's predictions: capacity under full load, and the wait for a first token under partial load.
 
-The predicted wait is read from the gauge in `/metrics` just before a request is sent. It is compared with the wait
-that the client observes. Tokenisation, HTTP and the scrape therefore count as errors, as they do for a router that
-reads the gauge.
+The predicted wait is read from the gauge in `/metrics` just before a request is sent, and compared with the wait that
+the client observes. Tokenization, HTTP and the scrape therefore count as errors, as they do for a router that reads the
+gauge.
 """
 
 from __future__ import annotations
@@ -43,16 +43,13 @@ class RequestMix:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens of every prompt."""
         return self.context // 4
 
     @property
     def mean_completion(self) -> float:
-        """Mean number of completion tokens."""
         return self.context / 2
 
     def draw(self, prompts: TokenPrompts, rng: random.Random) -> tuple[list[int], int]:
-        """Return a prompt and its number of completion tokens."""
         return prompts.prompt(self.prompt_tokens), rng.randint(self.context // 4, 3 * self.context // 4 - 1)
 
 
@@ -60,8 +57,7 @@ class RequestMix:
 class ReportedCapacity:
     """Capacity that the server reports, in tokens per second.
 
-    `prefill` is the rate of prompt tokens, and `decode` the rate of completion tokens while `rows` sequences run.
-    `step_seconds` is the server's shortest step.
+    `decode` is the rate of completion tokens while `rows` sequences run. `step_seconds` is the server's shortest step.
     """
 
     rows: int
@@ -71,11 +67,7 @@ class ReportedCapacity:
 
     @classmethod
     def of(cls, counters: Mapping[str, float], max_running: int) -> ReportedCapacity:
-        """Read the capacity for the largest reported number of rows that may run.
-
-        Raises:
-            MeasurementFailed: The server reports no capacity.
-        """
+        """Read the capacity for the largest reported number of rows that may run. Raises `MeasurementFailed`."""
         rates: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
         for name, value in counters.items():
             found = _CAPACITY.fullmatch(name)
@@ -95,8 +87,6 @@ class ReportedCapacity:
 
 @dataclass(frozen=True, slots=True)
 class WaitSample:
-    """Predicted and actual seconds from sending one request to its first token."""
-
     predicted: float
     actual: float
 

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client for measurements.
 
 It shares the processor with the server, so receiving a chunk costs one parser call and no task switch. Arrival times
-are taken when bytes arrive, before they are parsed. Connections are kept alive and reused.
+are taken when bytes arrive, before they are parsed.
 """
 
 from __future__ import annotations
@@ -53,11 +53,7 @@ class HttpResponse:
     body: bytes
 
     def raise_for_status(self, path: str) -> HttpResponse:
-        """Return this response if its status is 200.
-
-        Raises:
-            RequestBroken: The status is not 200; `retry_after` has the seconds of a Retry-After header.
-        """
+        """Return this response. Raises `HttpRequestFailed` with the Retry-After seconds for another status than 200."""
         if self.status == 200:
             return self
         text = self.body.decode(errors="replace")[:300]
@@ -66,7 +62,6 @@ class HttpResponse:
         raise HttpRequestFailed(f"status {self.status}", f"{path} answered {self.status}: {text}", seconds)
 
     def json(self) -> Any:
-        """Return the parsed JSON body."""
         return json.loads(self.body)
 
 
@@ -95,7 +90,6 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> HttpResponse:
-        """Send a GET request."""
         return await self.exchange("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any], sink: BodySink | None = None) -> HttpResponse:
@@ -105,11 +99,7 @@ class HttpClient:
     async def exchange(
         self, method: str, path: str, body: HttpBody | None, sink: BodySink | None = None
     ) -> HttpResponse:
-        """Send a request and return the response, whatever its status.
-
-        Raises:
-            RequestBroken: No complete response arrived.
-        """
+        """Return the response, whatever its status. Raises `HttpRequestFailed` if no complete one arrived."""
         what = "" if body is None else f"{body.headers}Content-Length: {len(body.content)}\r\n"
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{what}\r\n".encode()
         request = head if body is None else head + body.content
@@ -133,7 +123,6 @@ class HttpClient:
             return answer
 
     def close(self) -> None:
-        """Close all idle connections."""
         while self._idle:
             self._idle.pop().abort()
 

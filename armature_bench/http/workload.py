@@ -29,7 +29,6 @@ class TokenPrompts:
             raise ValueError("a deck needs at least two different tokens")
 
     def prompt(self, num_tokens: int, prefix: Sequence[int] = ()) -> list[int]:
-        """Return `num_tokens` token ids that start with `prefix`."""
         drawn = self._random.choices(self._token_ids, k=max(0, num_tokens - len(prefix)))
         return [*prefix, *drawn][:num_tokens]
 
@@ -47,11 +46,10 @@ class TextPrompts:
         self._words = FREQUENT_WORDS.split()
 
     def prompt(self, num_tokens: int) -> str:
-        """Return a text of about `num_tokens` tokens, including those that the server adds."""
+        """Return a text of about `num_tokens` tokens, including the tokens that the server adds."""
         return self.words(max(1, round((num_tokens - self._tokens_around) / self._tokens_per_word)))
 
     def words(self, num_words: int) -> str:
-        """Return `num_words` random words, separated by spaces."""
         return " ".join(self._random.choices(self._words, k=num_words))
 
 
@@ -63,7 +61,6 @@ class UniformLengths:
     high: int
 
     def draw(self, source: random.Random) -> int:
-        """Return a random number of tokens."""
         return source.randint(self.low, self.high)
 
     def __str__(self) -> str:
@@ -78,7 +75,6 @@ class LogNormalLengths:
     highest: int
 
     def draw(self, source: random.Random) -> int:
-        """Return a random number of tokens."""
         while True:
             drawn = round(self.median * math.exp(source.gauss(0.0, self._sigma)))
             if 1 <= drawn <= self.highest:

@@ -26,9 +26,9 @@ from armature_bench.published.sources import likeness
 class PublishedJob:
     """What to measure, and where.
 
-    `facts` are this machine's, `usable_bytes` its memory that can be allocated, and `levels` the levels of the native
-    kernels that it has, the best first. `folder` has models by name and receives those that are missing; None: a
-    temporary one. `seconds` limits one measurement. `report` is a file for the table in Markdown.
+    `usable_bytes` is memory that can be allocated, and `levels` the levels of the native kernels that this machine has,
+    the best first. `folder` has models by name and receives those that are missing; None: a temporary one. `seconds`
+    limits one measurement. `report` is a file for the table in Markdown.
     """
 
     facts: Mapping[str, Any]
@@ -42,7 +42,7 @@ class PublishedJob:
 
     @property
     def measured_topics(self) -> tuple[str, ...]:
-        """The topics that were asked for, or else all, or those of a quick run."""
+        """The topics that were asked for, or else all, or a quick run's."""
         return self.topics or (QUICK_TOPICS if self.is_quick else tuple(TOPICS))
 
 
@@ -50,7 +50,7 @@ class PublishedJob:
 class _Session:
     """Results so far, sentences on what was left out, and whether Ctrl-C was pressed.
 
-    `written` are the models with random weights that were written, `given` the directories of those that were there.
+    `written` are the models with random weights that were written, `given` the directories that were there.
     """
 
     results: dict[PublishedRun, RunResult] = field(default_factory=dict)
@@ -63,8 +63,7 @@ class _Session:
 def measure_published(job: PublishedJob) -> BenchOutcome:
     """Measure and return the table. Ctrl-C or SIGTERM ends the running measurement and keeps the others.
 
-    Raises:
-        MeasurementFailed: A topic is unknown, or the folder or the report cannot be written.
+    Raises `MeasurementFailed` if a topic is unknown, or the folder or the report cannot be written.
     """
     unknown = [topic for topic in job.topics if topic not in TOPICS]
     if unknown:

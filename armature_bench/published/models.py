@@ -43,7 +43,6 @@ class PublishedModel:
 
     @property
     def num_weights(self) -> int:
-        """Number of weights."""
         return sum(math.prod(shape) for shape in self.tensors.values())
 
 
@@ -152,11 +151,7 @@ GEMMAS = (GEMMA_1B, GEMMA_270M)
 
 
 def model_folder(model: PublishedModel, folder: Path) -> tuple[Path, bool]:
-    """Return the checkpoint of a model below `folder`, and True if it was there before; else it is written now.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Return the checkpoint of a model below `folder`, and True if it was there before; else it is written now."""
     place = folder / model.name
     if (place / CONFIG).is_file():
         return place, True

@@ -49,14 +49,10 @@ def published_rows(
     is_quick: bool,
     gemma: PublishedModel = GEMMAS[0],
 ) -> list[PublishedRow]:
-    """Return the rows of these topics.
+    """Return the rows of these topics of `TOPICS`.
 
-    Args:
-        topics: Names of `TOPICS`.
-        levels: Levels of the native kernels that this processor has, the best first.
-        largest: The largest Llama whose FP32 weights fit.
-        is_quick: Measure smaller models.
-        gemma: The largest Gemma whose FP32 weights fit.
+    `levels` are this processor's levels of the native kernels, the best first. `largest` is the largest Llama, and
+    `gemma` the largest Gemma, with FP32 weights that fit. `is_quick` measures smaller models.
     """
     found: list[PublishedRow] = []
     for topic in (topic for topic in _TEXT_LENGTHS if topic in topics):

@@ -27,7 +27,7 @@ _PACKAGES = Path(__file__).resolve().parents[3]  # folder from which this `app` 
 class PublishedRun:
     """One run of `armature bench engine` or `armature bench eager`.
 
-    `threads` and `level` (a level of the native kernels) are None for the plan's choice. `flags` are further flags.
+    `threads` and `level` (a level of the native kernels) are None for the plan's choice.
     """
 
     model: PublishedModel
@@ -39,7 +39,6 @@ class PublishedRun:
 
     @property
     def name(self) -> str:
-        """Name for progress and notes."""
         words = [self.model.title, self.precision, self.bench if self.bench == "eager" else "", self.level or ""]
         threads = "" if self.threads is None else f"{self.threads} thread" + ("s" if self.threads > 1 else "")
         return ", ".join(word for word in (*words, threads) if word)
@@ -71,8 +70,6 @@ class PublishedRun:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The figures of a finished run by name, and its plan."""
-
     figures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
 
@@ -82,21 +79,17 @@ class RunResult:
         return None if found is None else float(found["value"]) / 1e3
 
     def decided(self, name: str) -> Any:
-        """Return a value of the plan."""
         return self.plan[name]["value"]
 
 
 class RunFailed(Exception):
-    """Raised when a run gave no result; the message is a sentence that says why."""
+    """A run gave no result; the message is a sentence that says why."""
 
 
 def obstacle(run: PublishedRun, usable_bytes: float, folder: Path) -> str:
     """Return why a run cannot be made here, as the end of a sentence, or an empty text.
 
-    Args:
-        run: The run.
-        usable_bytes: Memory that this process can allocate.
-        folder: Where its model is or will be written.
+    `usable_bytes` is memory that this process can allocate; the model is or will be written to `folder`.
     """
     if run.memory_bytes > usable_bytes:
         return f"it takes {run.memory_bytes / 1e9:.1f} GB of memory, and {usable_bytes / 1e9:.1f} are available"
@@ -108,16 +101,7 @@ def obstacle(run: PublishedRun, usable_bytes: float, folder: Path) -> str:
 
 
 def measure_run(run: PublishedRun, directory: Path, seconds: float) -> RunResult:
-    """Start the run, wait for it and return its result.
-
-    Args:
-        run: The run.
-        directory: The checkpoint.
-        seconds: Time limit.
-
-    Raises:
-        RunFailed: It failed or took too long.
-    """
+    """Start the run on the checkpoint in `directory`. Raises `RunFailed` if it fails or takes over `seconds`."""
     with tempfile.TemporaryDirectory() as place:
         result, log = Path(place) / "result.json", Path(place) / "log"
         with log.open("wb") as out:

@@ -14,8 +14,7 @@ from typing import Any
 class PublishedMachine:
     """A machine of a document, as far as the document names it.
 
-    `cores` are the cores that computed, None if it does not say. `microarchitecture` is in the words of
-    `Cpu.microarchitecture`.
+    `cores` are the cores that computed. `microarchitecture` is in the words of `Cpu.microarchitecture`.
     """
 
     name: str
@@ -63,13 +62,7 @@ BLOG_DECODE = PublishedFigure(2.0, BLOG, _GRAVITON3)
 
 
 def likeness(machine: PublishedMachine, here: Mapping[str, Any], cores: int) -> str:
-    """Return in words how far this machine is like the document's.
-
-    Args:
-        machine: The document's machine.
-        here: The facts of this machine.
-        cores: Number of cores that computed here.
-    """
+    """Return in words how far this machine, with these facts and computing cores, is like the document's."""
     own = here["cpu"]["microarchitecture"] or here["cpu"]["product"]
     if own == machine.microarchitecture:
         kind = f"the same cores ({own})"

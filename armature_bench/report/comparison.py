@@ -62,12 +62,10 @@ class ReportContent:
 
     @property
     def tables(self) -> list[ReportTable]:
-        """All tables, in the order of the report."""
         return [self.overview, *self.metric_tables, *self.step_tables, *([self.decisions] if self.decisions else [])]
 
 
 def build_report_content(given: Sequence[CompareResult], here: ReportOrigin) -> ReportContent:
-    """Build the content of a report on one or more results."""
     with_prices = add_prices(given)
     results = [each.result for each in with_prices]
     names, cases = unique_names(results), load_cases(results)
@@ -95,10 +93,7 @@ LatencyAndRate = tuple[float, float]  # p99 in seconds, and the rate at that loa
 
 
 def headline_sentences(results: Sequence[CompareResult]) -> list[str]:
-    """Return a sentence for each size of load that all results share.
-
-    For a single result, the sentence says what it reaches.
-    """
+    """Return a sentence for each size of load that all results share; for a single result, what it reaches."""
     sizes = [
         name
         for name, cases in group_by_size(load_cases(results))

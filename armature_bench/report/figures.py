@@ -1,7 +1,6 @@
 """The compared values: the same load of several results, its metrics, and the price of each machine.
 
-A metric has a name, a unit, a function that reads its value, and whether more or less is better. The hourly price is
-given by the operator, or found in the price table by instance name.
+The hourly price is given by the operator, or found in the price table by instance name.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class LoadResult:
 
     @property
     def load(self) -> LoadSpec:
-        """The load that was measured."""
         return self.point.load
 
     @property
@@ -41,12 +39,10 @@ class LoadResult:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples per second, or None if there were none."""
         return self.point.samples_per_second or None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second, or None if there were none."""
         return self.point.tokens_per_second or None
 
     @property
@@ -87,7 +83,6 @@ def load_cases(results: Sequence[CompareResult]) -> list[LoadCase]:
 
 
 def find_load_result(result: CompareResult, load: LoadSpec) -> LoadResult | None:
-    """Return the result's measurement of the load, or None."""
     return next((LoadResult(result, point) for point in result.points if point.load == load), None)
 
 
@@ -122,7 +117,6 @@ def size_name(load: LoadSpec) -> str:
 
 
 def group_by_size(cases: Iterable[LoadCase]) -> list[tuple[str, list[LoadCase]]]:
-    """Group cases by `size_name`, in order."""
     grouped: dict[str, list[LoadCase]] = {}
     for case in cases:
         grouped.setdefault(size_name(case.load), []).append(case)
@@ -140,8 +134,8 @@ MILLI = 1e3
 class ReportMetric:
     """One column of a report table.
 
-    `read` returns None if the value is unknown, else a number in `unit`. With `more_is_better` None, the value is
-    shown but not compared.
+    `read` returns None if the value is unknown, else a number in `unit`. With `more_is_better` None, the value is shown
+    but not compared.
     """
 
     name: str
@@ -152,8 +146,6 @@ class ReportMetric:
 
 @dataclass(frozen=True, slots=True)
 class MetricGroup:
-    """A group of metrics that share one table."""
-
     title: str
     note: str
     metrics: tuple[ReportMetric, ...]

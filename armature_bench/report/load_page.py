@@ -28,11 +28,7 @@ MARKS = ("M-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0Z", "M-3,-3h6v6h-6Z", "M0,-4L4,3H-4Z
 
 
 def check_page(file: Path) -> None:
-    """Refuse a place for the page before anything is measured.
-
-    Raises:
-        MeasurementFailed: It is a directory, or in none.
-    """
+    """Raise `MeasurementFailed` for a place that is a directory or in none, before anything is measured."""
     if file.is_dir():
         raise MeasurementFailed(f"--report {file} is a directory: name a file such as {file / 'load.html'}")
     if not file.parent.is_dir():
@@ -40,11 +36,7 @@ def check_page(file: Path) -> None:
 
 
 def write_load_page(outcome: BenchOutcome, file: Path, version: str) -> None:
-    """Write the page.
-
-    Raises:
-        MeasurementFailed: The file cannot be written.
-    """
+    """Write the page. Raises `MeasurementFailed` if the file cannot be written."""
     try:
         file.write_text(render_load_page(outcome, version, datetime.now(UTC)), encoding="utf-8")
     except OSError as error:
@@ -52,7 +44,6 @@ def write_load_page(outcome: BenchOutcome, file: Path, version: str) -> None:
 
 
 def render_load_page(outcome: BenchOutcome, version: str, made_at: datetime) -> str:
-    """Return the page as HTML."""
     doubts = [*outcome.mistakes, *([] if outcome.complete else ["Interrupted: these are the requests until then."])]
     sections = [
         PageSection(measure.name, tuple(_plots(measure, series)))
@@ -69,7 +60,6 @@ def render_load_page(outcome: BenchOutcome, version: str, made_at: datetime) -> 
 
 
 def _rates(figures: Sequence[Figure]) -> Iterator[Figure]:
-    """Yield the throughput of each load."""
     return (figure for figure in figures if figure.unit.endswith("/s") and figure.p99 is None)
 
 
@@ -87,7 +77,6 @@ def _cells(figure: Figure, parts: Sequence[str]) -> Iterator[str]:
 
 
 def _plots(measure: LatencyMeasure, all_series: Sequence[LoadSeries]) -> Iterator[Plot]:
-    """Yield the plot of the percentiles, and that over time."""
     bounds = log_bounds(all_series)
     ends = ", ".join(
         f"{series.label} from {_milliseconds(min(series.seconds))} to {_milliseconds(max(series.seconds))}"
@@ -152,7 +141,7 @@ class _Axes:
 def _draw(
     alternative: str, axes: _Axes, all_series: Sequence[LoadSeries], drawn: Sequence[Points], are_lines: bool
 ) -> str:
-    """Return a plot as SVG, whose colours are variables of the page's style sheet."""
+    """Return a plot as SVG; its colours are variables of the page's style sheet."""
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(alternative)}" font-size="12">']
     parts += _grid(axes)
     place = LEFT

@@ -19,7 +19,7 @@ MIN_REQUESTS = 2  # fewer are no distribution
 
 
 def load_picture(runs: Sequence[Mapping[str, Any]]) -> Group:
-    """Return one table for each latency; `runs` are those of the bench's JSON object."""
+    """Return one table for each latency; `runs` are from the bench's JSON object."""
     tables = [_table(measure, series) for measure, series in load_series(runs).items()]
     return Group(*(part for table in tables for part in ("", table)))
 

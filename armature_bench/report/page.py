@@ -1,4 +1,4 @@
-"""A report's page: one self-contained HTML file without scripts and network access, light or dark as the browser prefers.
+"""A report's page: one self-contained HTML file without scripts and network access, light or dark.
 
 This module and the template `page.html` do without matplotlib.
 """

@@ -1,8 +1,7 @@
 """Plots of the latency distribution and of throughput with p99 latency, and the style that all plots share.
 
-Colours can be distinguished by colour-blind readers, and plots are written as SVG and PNG. The SVG in the page uses
-variables of the page's style sheet as colours, so that plots follow its light or dark mode. Percentile curves stretch
-the slowest percentiles. Throughput is drawn against the number of clients or the batch size.
+Colours can be distinguished by colour-blind readers. The SVG in the page uses variables of the page's style sheet as
+colours, so that plots follow its light or dark mode. Percentile curves stretch the slowest percentiles.
 """
 
 from __future__ import annotations
@@ -87,8 +86,6 @@ _STYLE: Any = {  # its type differs between versions of matplotlib
 
 @dataclass(frozen=True, slots=True)
 class PlotText:
-    """The texts of a plot."""
-
     name: str
     title: str
     caption: str
@@ -133,7 +130,6 @@ def inline_svg(svg: str, name: str, alternative: str) -> str:
 
 
 def result_colour(index: int) -> str:
-    """Return the colour of the result with this index."""
     return RESULT_COLOURS[index % len(RESULT_COLOURS)]
 
 
@@ -148,7 +144,6 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def legend_handles(names: Sequence[str]) -> list[Line2D]:
-    """Return the legend handles of the results."""
     return [Line2D([], [], **line_style(index), label=short_name(name)) for index, name in enumerate(names)]
 
 
@@ -160,12 +155,10 @@ def short_name(name: str) -> str:
 
 
 def cause_colour(cause: str) -> str:
-    """Return the colour of a cause of slow steps."""
     return CAUSE_COLOURS.get(cause, CAUSE_COLOURS["unknown"])
 
 
 def cause_marker(cause: str) -> str:
-    """Return the marker of a cause of slow steps."""
     return CAUSE_MARKERS.get(cause, CAUSE_MARKERS["unknown"])
 
 

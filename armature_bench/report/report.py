@@ -1,7 +1,6 @@
 """Report on several result files: tables on the console, and an HTML page with plots if a folder is given.
 
-The console shows caveats first, then the headline sentences, then the tables. The page is one self-contained file
-without network access or scripts, light or dark as the reader's browser prefers.
+The console shows caveats first, then the headline sentences, then the tables.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from armature_bench.report.tables import ReportOrigin, ReportTable, ResultNotes,
 def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: ReportOrigin) -> int:
     """Make the report and return the exit status.
 
-    Raises:
-        MeasurementFailed: A file cannot be read or written, results cannot be compared, or matplotlib is missing.
+    Raises `MeasurementFailed` if a file cannot be read or written, results cannot be compared, or matplotlib is
+    missing.
     """
     if folder is not None and importlib.util.find_spec("matplotlib") is None:
         raise MeasurementFailed(
@@ -64,7 +63,6 @@ DEFAULT_WIDTH = 140  # if standard output is not a terminal
 
 
 def print_report(judged: Sequence[ResultNotes], sentences: Sequence[str], tables: Sequence[ReportTable]) -> None:
-    """Print the report to standard output."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=DEFAULT_WIDTH)

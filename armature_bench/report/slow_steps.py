@@ -60,7 +60,6 @@ class _StepTime:
 
 
 def phase_statistics(result: CompareResult) -> list[PhaseStatistics]:
-    """Return the statistics of each phase."""
     steps = list(_steps(result))
     names = dict.fromkeys(step.phase for step in steps)
     return [_phase_statistics(name, [step for step in steps if step.phase == name]) for name in names]

@@ -1,8 +1,4 @@
-"""Tables and notes of the report, independent of how they are rendered: the console and the page show the same ones.
-
-The tables show what was compared, metrics with ratios, step times and causes, and plan differences. Notes precede each
-result's figures; results of different models are refused.
-"""
+"""Tables and notes of the report, independent of how they are rendered: the console and the page show the same ones."""
 
 from __future__ import annotations
 
@@ -43,8 +39,6 @@ class TableCell:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A named row of cells."""
-
     name: str
     cells: tuple[TableCell, ...]
 
@@ -61,8 +55,8 @@ class RowGroup:
 class ReportTable:
     """One table.
 
-    `row_headings` are the headings of the columns with the groups' and rows' names, `heads` those of the cells.
-    `numeric`: cells are numbers.
+    `row_headings` are the headings of the columns with the groups' and rows' names, `heads` of the cells. `numeric`:
+    cells are numbers.
     """
 
     title: str
@@ -74,12 +68,11 @@ class ReportTable:
 
     @property
     def is_grouped(self) -> bool:
-        """True if any group has a name."""
         return any(group.name for group in self.groups)
 
 
 def compared_cell(value: float | None, first: float | None, more_is_better: bool | None) -> TableCell:
-    """Return the cell of a number, with its ratio to that of the first result."""
+    """Return the cell of a number, with its ratio to the first result's."""
     if value is None:
         return TableCell("–")
     if not first or more_is_better is None:
@@ -105,7 +98,6 @@ def format_three_digits(value: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """Format a ratio, such as `1.25×`."""
     return f"{ratio:.2f}×" if ratio < 100 else f"{ratio:,.0f}×"
 
 
@@ -135,11 +127,7 @@ class ResultNotes:
 
 
 def check_comparable(results: Sequence[CompareResult], force: bool) -> None:
-    """Refuse results of different models unless `force` is given.
-
-    Raises:
-        MeasurementFailed: The models differ in size or shape.
-    """
+    """Raise `MeasurementFailed` if the models differ in size or shape, unless `force` is given."""
     first = results[0]
     for other in results[1:]:
         differs = _differing_fields(first.model_shape, other.model_shape)
@@ -151,7 +139,6 @@ def check_comparable(results: Sequence[CompareResult], force: bool) -> None:
 
 
 def collect_notes(results: Sequence[CompareResult], here: ReportOrigin) -> list[ResultNotes]:
-    """Return the notes on each result, in order."""
     return [
         ResultNotes(
             name,

@@ -3,9 +3,8 @@
 Slow gaps are coloured by cause: the slow step that ran in them, or the prompt that was processed in them. If steps ran
 for less than half of a gap, its cause is outside of the engine's steps.
 
-The roofline shows a machine's memory bandwidth and compute limits, measured when the server was calibrated, and the
-rates that steps reached during the loads. A step reads the weights once, however many tokens it has: the more tokens,
-the more operations per byte.
+The roofline shows memory bandwidth and compute limits, measured when the server was calibrated, and the rates that
+steps reached during the loads. A step reads the weights once: the more tokens, the more operations per byte.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class _StepIndex:
         self._ends = [end for end, *_ in self._rows]
 
     def cause(self, began: float, ended: float) -> str:
-        """Return the cause whose slow steps overlap this interval most.
+        """Return the cause with slow steps that overlap this interval most.
 
         If there are none: `prefill` if a prompt was processed in it, `unknown` if steps ran for over half of it, else
         `BETWEEN_STEPS`.
@@ -260,7 +259,6 @@ def roofline_limits(result: CompareResult) -> RooflineLimits | None:
 
 
 def roofline_points(result: CompareResult, ceilings: RooflineLimits) -> list[RooflinePoint]:
-    """Return the medians of normal steps by phase and approximate size."""
     found: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for point in result.points:
         steps = point.steps

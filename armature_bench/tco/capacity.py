@@ -1,7 +1,7 @@
 """Capacity: the target load, the highest measured load within a p99, and machine sizes.
 
-An operator types the target as `10000/s`, `1e6/day` or `5000tok/s`. Only measured points count: there is no
-interpolation or extrapolation. A result is scaled to the other sizes of the family of the machine it was measured on.
+Only measured points count: there is no interpolation or extrapolation. A result is scaled to the other sizes of the
+family of the machine it was measured on.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ THOUSANDS_PATTERN = re.compile(r"[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
 class ServingTarget:
     """A rate per second.
 
-    Samples are whole answers: generations, vectors, rows. Tokens are those of a decoder's answers or an encoder's
-    texts.
+    Samples are whole answers: generations, vectors, rows. Tokens are of a decoder's answers or an encoder's texts.
     """
 
     per_second: float
@@ -46,11 +45,7 @@ class ServingTarget:
 
 
 def parse_target(text: str) -> ServingTarget:
-    """Parse a target.
-
-    Raises:
-        MeasurementFailed: The text is not a target; the message says what would be right.
-    """
+    """Parse `10000/s`, `1e6/day` or `5000tok/s`. Raises a `MeasurementFailed` that says what would be right."""
     shape = TARGET_PATTERN.fullmatch(text)
     if shape is None:
         raise MeasurementFailed(
@@ -83,7 +78,7 @@ MIN_REQUESTS_FOR_P99 = 100  # requests; with fewer, the p99 is the slowest reque
 class WorkKind:
     """The kind of work of a sample. Loads that differ in this cannot be compared.
 
-    `tokens` is the length of a prompt or text, `max_tokens` that of its answer.
+    `tokens` is the length of a prompt or text, `max_tokens` of its answer.
     """
 
     kind: str
@@ -137,13 +132,7 @@ def points_by_work(result: CompareResult) -> dict[WorkKind, list[LoadPoint]]:
 
 
 def best_sustained_load(points: Sequence[LoadPoint], unit: Unit, limit: float | None) -> SustainedLoad | P99Exceeded:
-    """Return the best load within the limit.
-
-    Args:
-        points: Points of one kind of work, at least one.
-        unit: The unit of the target.
-        limit: The highest p99 in seconds, or None for no limit.
-    """
+    """Return the best load of one kind of work with a p99 of at most `limit` seconds; None: no limit."""
     keeping = [point for point in points if limit is None or _is_within(point, limit)]
     if not keeping:
         return P99Exceeded(min((p99 for point in points if (p99 := point_p99(point)) is not None), default=None))
@@ -180,9 +169,9 @@ def _rate(point: LoadPoint, unit: Unit) -> float:
 class MachineOption:
     """A machine size to which a result applies.
 
-    `share`: its rate and watts relative to the measured machine, which has 1. `price_basis` is "server" if the price is
-    the one that the measured server was given, else "list" or "bought". `watts` is from the price table, or None;
-    measured watts take precedence.
+    `share`: its rate and watts relative to the measured machine, which has 1. `price_basis` is "server" for the price
+    that the measured server was given, else "list" or "bought". `watts` is from the price table, or None; measured
+    watts take precedence.
     """
 
     name: str
@@ -201,10 +190,8 @@ def machine_options(
 ) -> list[MachineOption]:
     """Return the named instance and the sizes of its family with more memory than the weights, small to large.
 
-    If the result names no instance, or one that is not in the table, return the measured machine alone.
-
-    Raises:
-        MeasurementFailed: The named instance differs from the machine that was measured.
+    If the result names no instance, or one that is not in the table, return the measured machine alone. Raises
+    `MeasurementFailed` if the named instance differs from the machine that was measured.
     """
     found = None if result.instance is None else prices.find(result.instance)
     if found is None:

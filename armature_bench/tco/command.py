@@ -57,8 +57,8 @@ MAX_TABLE_WIDTH = 1000
 class CostArguments:
     """The arguments of `armature tco`.
 
-    `target` is unparsed text such as `10000/s`, `machines` are unparsed `NAME=RATE,P99_MS,WATTS,PRICE`. `published` asks
-    for a comparison published by others. Neither it nor `machines` needs result files.
+    `target` is unparsed text such as `10000/s`, `machines` are unparsed `NAME=RATE,P99_MS,WATTS,PRICE`. `published`
+    asks for a comparison published by others. Neither it nor `machines` needs result files.
     """
 
     paths: tuple[Path, ...] = ()
@@ -73,14 +73,11 @@ class CostArguments:
 
     @property
     def hours_a_year(self) -> float:
-        """The hours of a year in which the target is served."""
         return self.hours_a_day * self.days_a_year
 
 
 @dataclass(frozen=True, slots=True)
 class CostReport:
-    """Everything that is reported on a set of result files."""
-
     target: ServingTarget
     sheets: tuple[SizingSheet, ...]
     assumptions: tuple[str, ...]
@@ -89,11 +86,9 @@ class CostReport:
 
     @property
     def keeps_p99(self) -> bool:
-        """Whether a load of any result kept the p99."""
         return any(sheet.rows for sheet in self.sheets)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON-serializable values."""
         return dataclasses.asdict(self)
 
 
@@ -108,11 +103,9 @@ class DeclaredReport:
 
     @property
     def keeps_p99(self) -> bool:
-        """Whether a machine keeps the p99."""
         return bool(self.costs)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON-serializable values."""
         return {
             "target": dataclasses.asdict(self.target),
             "lines": costs_to_json(self.costs),
@@ -133,11 +126,9 @@ class PublishedReport:
 
     @property
     def keeps_p99(self) -> bool:
-        """Whether a machine of the page keeps the p99."""
         return bool(self.page.costs)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON-serializable values."""
         return comparison_to_json(self.page) | {
             "source": SOURCE,
             "target": dataclasses.asdict(self.target),
@@ -150,8 +141,7 @@ class PublishedReport:
 def run_tco(asked: CostArguments) -> int:
     """Print the cost tables and return the exit status: 1 if nothing of what was given keeps the p99.
 
-    Raises:
-        MeasurementFailed: The arguments or files are invalid; the message says what would be right.
+    Raises a `MeasurementFailed` that says what would be right if the arguments or files are invalid.
     """
     _check_arguments(asked)
     prices = read_prices(asked.instances)
@@ -237,7 +227,7 @@ def _published_report(asked: CostArguments, prices: PriceTable, target: ServingT
 
 
 def _check_same_model(results: Sequence[CompareResult]) -> None:
-    """Refuse results of different models, whose costs would mislead next to each other."""
+    """Refuse results of different models: their costs would mislead next to each other."""
     first = results[0]
     for other in results[1:]:
         if other.model_shape != first.model_shape:
@@ -247,11 +237,7 @@ def _check_same_model(results: Sequence[CompareResult]) -> None:
 
 
 def _with_unique_names(results: Sequence[CompareResult]) -> list[CompareResult]:
-    """Return the results with unique names, by adding the precision to names that occur more than once.
-
-    Raises:
-        MeasurementFailed: Names are still equal.
-    """
+    """Add the precision to names that occur more than once. Raises `MeasurementFailed` if they are still equal."""
     names = [result.name for result in results]
     named = [result if names.count(result.name) == 1 else _with_precision(result) for result in results]
     names = [result.name for result in named]

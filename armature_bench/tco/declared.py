@@ -67,8 +67,7 @@ class CostDifference:
 def parse_machine(text: str) -> DeclaredMachine:
     """Parse `NAME=RATE,P99_MS,WATTS,PRICE`; all but the rate may be `-`, for not known.
 
-    Raises:
-        MeasurementFailed: The text has another form, or a figure is not above 0.
+    Raises `MeasurementFailed` if the text has another form, or a figure is not above 0.
     """
     name, _, figures = text.rpartition("=")
     parts = [part.strip() for part in figures.split(",")]
@@ -84,11 +83,7 @@ def parse_machine(text: str) -> DeclaredMachine:
 
 
 def parse_machines(texts: Iterable[str]) -> tuple[DeclaredMachine, ...]:
-    """Parse every `--machine`.
-
-    Raises:
-        MeasurementFailed: One is invalid, or two have the same name.
-    """
+    """Parse every `--machine`. Raises `MeasurementFailed` if one is invalid, or two have the same name."""
     machines = tuple(parse_machine(text) for text in texts)
     names = [machine.name for machine in machines]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -100,12 +95,10 @@ def parse_machines(texts: Iterable[str]) -> tuple[DeclaredMachine, ...]:
 def declared_costs(
     machines: Sequence[DeclaredMachine], target: ServingTarget, hours_a_year: float = HOURS_A_YEAR
 ) -> tuple[DeclaredCost, ...]:
-    """Return what the target costs with each machine, in the order given."""
     return tuple(_cost(machine, target.per_second, hours_a_year) for machine in machines)
 
 
 def cost_difference(first: DeclaredCost, second: DeclaredCost) -> CostDifference:
-    """Return what the second saves against the first."""
     one, other = first.annual_dollars, second.annual_dollars
     return CostDifference(
         first=first,

@@ -125,28 +125,21 @@ class _PriceFile(_PriceModel):
 
 @dataclass(frozen=True, slots=True)
 class PriceTable:
-    """The price table: families by name."""
-
     families: Mapping[str, InstanceFamily]
 
     def find(self, instance: str) -> tuple[InstanceFamily, InstanceSize] | None:
-        """Return the family and size of an instance name, or None."""
         return next(((family, size) for family, size in self.sizes() if size.name == instance), None)
 
     def sizes(self) -> Iterator[tuple[InstanceFamily, InstanceSize]]:
-        """Yield all sizes with their families."""
         for family in self.families.values():
             for size in family.sizes:
                 yield family, size
 
 
 def read_prices(own: Path | None) -> PriceTable:
-    """Read the shipped price table and the user's file.
+    """Read the shipped price table and the user's file. Raises `MeasurementFailed`.
 
     A family in the user's file replaces the shipped one of the same name.
-
-    Raises:
-        MeasurementFailed: The file cannot be read or is invalid.
     """
     tables = [_read(SHIPPED_TABLE)] + ([] if own is None else [_read(own)])
     return PriceTable({family.name: family for table in tables for family in table.family})

@@ -33,7 +33,6 @@ class PublishedComparison:
     differences: tuple[CostDifference, ...]
 
     def of(self, name: str) -> DeclaredCost:
-        """Return the costs of one machine."""
         return next(cost for cost in self.costs if cost.machine.name == name)
 
 
@@ -61,12 +60,10 @@ def machines_as_listed(prices: PriceTable, hours_a_year: float = HOURS_A_YEAR) -
 
 
 def comparison_to_json(comparison: PublishedComparison) -> dict[str, Any]:
-    """Return the comparison as JSON-serializable values."""
     return {"lines": costs_to_json(comparison.costs), "differences": differences_to_json(comparison.differences)}
 
 
 def costs_to_json(costs: Sequence[DeclaredCost]) -> list[dict[str, Any]]:
-    """Return one object for each machine."""
     return [
         {
             "name": cost.machine.name,
@@ -86,7 +83,6 @@ def costs_to_json(costs: Sequence[DeclaredCost]) -> list[dict[str, Any]]:
 
 
 def differences_to_json(differences: Sequence[CostDifference]) -> list[dict[str, Any]]:
-    """Return one object for each pair of machines."""
     return [
         {
             "first": each.first.machine.name,

@@ -62,8 +62,6 @@ class ArmX86Pair:
 
 @dataclass(frozen=True, slots=True)
 class SizingSheet:
-    """One kind of work, and the machines that each result needs for it."""
-
     work: WorkKind
     rows: tuple[SizingRow, ...]
     pairs: tuple[ArmX86Pair, ...]
@@ -89,15 +87,8 @@ def sizing_sheets(
 ) -> list[SizingSheet]:
     """Return a sheet for each kind of work. A result without that work has no rows in it.
 
-    Args:
-        results: The measured results.
-        prices: The price table.
-        target: The load that all machines together must serve.
-        p99_limit: The highest p99 in seconds, or None.
-        hours_a_year: The hours during which the target is served and the machines are paid.
-
-    Raises:
-        MeasurementFailed: A result does not fit the instance that it names.
+    `p99_limit` is in seconds. The target is served and the machines are paid for `hours_a_year`. Raises
+    `MeasurementFailed` if a result does not fit the instance that it names.
     """
     named = [(result, machine_options(result, prices, hours_a_year), points_by_work(result)) for result in results]
     found: list[SizingSheet] = []
@@ -117,7 +108,6 @@ def sizing_sheets(
 
 
 def pair_arm_with_x86(rows: Sequence[SizingRow]) -> list[ArmX86Pair]:
-    """Pair every Arm machine with every x86 machine that has the same number of vCPUs."""
     arms, x86s = ([row for row in rows if row.machine.architecture == each] for each in ("arm64", "x86_64"))
     return [_pair(arm, x86) for arm in arms for x86 in x86s if arm.machine.vcpus == x86.machine.vcpus]
 
@@ -194,7 +184,6 @@ def machines_needed(per_second: float, rate: float) -> int:
 
 
 def annual_dollars(machines: int, dollars_an_hour: float, hours_a_year: float = HOURS_A_YEAR) -> float:
-    """Return the cost of machines that run so many hours of a year."""
     return machines * dollars_an_hour * hours_a_year
 
 

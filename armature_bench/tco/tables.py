@@ -44,7 +44,6 @@ def sheet_table(sheet: SizingSheet, target: ServingTarget) -> Table:
 
 
 def pair_table(pairs: Sequence[ArmX86Pair]) -> Table:
-    """Return the table of Arm and x86 machines with the same number of vCPUs."""
     columns = {
         "vCPUs": [str(pair.arm.machine.vcpus) for pair in pairs],
         "Arm": [_machine_label(pair.arm) for pair in pairs],
@@ -60,7 +59,6 @@ def pair_table(pairs: Sequence[ArmX86Pair]) -> Table:
 
 
 def declared_table(costs: Iterable[DeclaredCost], target: ServingTarget, title: str) -> Table:
-    """Return the table of machines by stated figures."""
     rows = list(costs)
     unit = target.unit
     columns = {
@@ -80,7 +78,6 @@ def declared_table(costs: Iterable[DeclaredCost], target: ServingTarget, title: 
 
 
 def difference_table(differences: Sequence[CostDifference], title: str) -> Table:
-    """Return the table of what each second machine saves against the first."""
     columns = {
         "machine": [each.second.machine.name for each in differences],
         "against": [each.first.machine.name for each in differences],
@@ -175,7 +172,6 @@ def cost_assumptions(
 
 
 def result_caveats(results: Sequence[CompareResult]) -> list[str]:
-    """Return the caveats that each result file contains."""
     said = []
     for result in results:
         said += [f"{result.name}: {doubt}" for doubt in result.doubts]
@@ -187,7 +183,6 @@ def result_caveats(results: Sequence[CompareResult]) -> list[str]:
 
 
 def missing_prices(results: Sequence[CompareResult], prices: PriceTable) -> list[str]:
-    """Return the reason for each result that has no price."""
     said = []
     for result in results:
         if result.hourly_price is not None:

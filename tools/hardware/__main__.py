@@ -97,10 +97,7 @@ class Run:
 
 
 def main() -> int:
-    """Run everything.
-
-    Returns 0 if every check that was possible holds, and 1 if a target was missed or a part failed.
-    """
+    """Return 0 if every check that was possible holds, and 1 if a target was missed or a part failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.hardware", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="run with tiny shapes on this machine, whatever it has")
     parser.add_argument("--write", action="store_true", help="put the table into docs/hardware.md")
@@ -136,8 +133,8 @@ def main() -> int:
 def checked_and_measured(run: Run, dry: bool) -> None:
     """Run the tests and write the checkpoints in parallel, then measure.
 
-    Tests of kernels mostly compile on one core of the host, so whole models are tested and checkpoints written
-    meanwhile. Nothing is timed before all of that is done.
+    Tests of kernels mostly compile on one core of the host, so whole models are tested meanwhile. Nothing is timed
+    before all of that is done.
     """
     shapes = (SMALL_LLAMA, SMALL_BERT) if dry else (LLAMA_1B, LLAMA_8B, BERT_LARGE)
     with ThreadPoolExecutor(len(_TESTS)) as pool:
@@ -180,7 +177,6 @@ def benches(run: Run, dry: bool) -> None:
 
 
 def idle(run: Run, dry: bool) -> None:
-    """Measure how long the device waits for the host."""
     result = run.folder / "idle.json"
     model = str(run.folder / LLAMA_1B.name)
     command = [sys.executable, "-m", "tools.hardware.idle", "--model", model, "--json", str(result)]
@@ -191,7 +187,6 @@ def idle(run: Run, dry: bool) -> None:
 
 
 def about(run: Run, dry: bool) -> list[str]:
-    """Return what was measured, on what, and which tests ran."""
     facts = probe()
     devices = ", ".join(f"{gpu.name} (driver {gpu.driver})" for gpu in facts.cuda) or (
         "Apple GPU" if facts.mps else "none"

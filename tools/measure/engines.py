@@ -61,10 +61,7 @@ class Workload:
 
 
 def main() -> int:
-    """Run the comparison. Progress goes to stderr; stdout has a table and, in the last line, JSON.
-
-    Ctrl-C keeps the complete rounds.
-    """
+    """Print progress to stderr, and to stdout a table and, in the last line, JSON. Ctrl-C keeps complete rounds."""
     arguments = _arguments()
     workloads = [Workload(name, arguments.tokens) for name in arguments.workloads.split(",")]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the sides end too
@@ -152,10 +149,7 @@ def _warm_up(sides: list[Side], workloads: list[Workload], abouts: dict[str, dic
 
 
 def _round(number: int, sides: list[Side], workloads: list[Workload], rates: Rates) -> None:
-    """Measure one round.
-
-    The first side changes from round to round, so that drift of the machine does not affect one side only.
-    """
+    """Measure one round. The first side changes, so that drift of the machine does not affect one side only."""
     first = number % len(sides)
     measured: Rates = {str(workload): {} for workload in workloads}
     for at, workload in enumerate(workloads):

@@ -134,7 +134,6 @@ def substituted(text: str, filled: Mapping[str, str]) -> str:
 
 
 def excuse(prometheus: Prometheus, expr: str, window: Window) -> str | None:
-    """Return why a query may be empty here, or None."""
     named = [name for name in MAY_BE_ABSENT if re.search(rf"\b{name}\b", expr)]
     return next((MAY_BE_ABSENT[name] for name in named if not prometheus.is_known(name, window)), None)
 
@@ -176,7 +175,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(prometheus: Prometheus, dashboard: Mapping[str, Any], window: Window) -> list[str]:
-    """Print the result and return the faults."""
     faults, excused = check(prometheus, dashboard, window)
     total = len(list(queries(dashboard)))
     print(f"{dashboard['title']}: {total} queries, {len(faults)} faults, {len(excused)} empty with a reason")

@@ -29,7 +29,7 @@ def busy(servers: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def steady(first: str, second: str, embed: str) -> Iterator[None]:
-    """Run clients whose requests all succeed until the block ends: streams to two servers, texts to the third."""
+    """Run clients with successful requests until the block ends: streams to two servers, texts to the third."""
     rounds = [partial(_streams, first, number) for number in range(3)]
     rounds += [partial(_streams, second, number) for number in range(2)]
     rounds += [partial(_vectors, embed, 1), partial(_vectors, embed, 4)]
@@ -68,7 +68,7 @@ def _answers(url: str, number: int) -> None:
 
 
 def _streams(url: str, number: int) -> None:
-    """Send a stream whose prompt shares its beginning with others, and a chat of a few tokens."""
+    """Send a stream with a prompt that shares its beginning with others, and a chat of a few tokens."""
     body = {"prompt": f"{STORY} {number} {STORY}", "max_tokens": 32 + 16 * number, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT) as told:
         for _ in told.iter_lines():

@@ -1,7 +1,4 @@
-"""A real Prometheus on a free loopback port that scrapes our servers every second, for tests and proofs.
-
-It loads our rules.
-"""
+"""A real Prometheus on a free loopback port that scrapes our servers every second and loads our rules."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ FOREIGN = ("__inputs", "__requires", "__elements", "iteration", "gnetId", "versi
 
 
 def tidy(dashboard: dict[str, Any]) -> dict[str, Any]:
-    """Return the dashboard without the fields of one Grafana."""
     kept = {key: value for key, value in dashboard.items() if key != "id"}
     for variable in kept.get("templating", {}).get("list", ()):
         if not variable.get("includeAll"):

@@ -48,7 +48,6 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
 
 def _features() -> str:
-    """Return the processor features that this build reports."""
     pairs = (
         pair.split("=") for pair in api.llama_print_system_info().decode().partition(":")[2].split("|") if "=" in pair
     )
@@ -56,16 +55,13 @@ def _features() -> str:
 
 
 def _weight_bytes(model: Path) -> int:
-    """Return the bytes of weights read per token. An embedding table next to a separate output layer is not read."""
+    """Return the bytes of weights read per token, without an embedding table next to a separate output layer."""
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(model).tensors}
     return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
 
 
 class Context:
-    """Memory for some rows.
-
-    Prompts are prefilled in shared batches. Then each step decodes one token of each row.
-    """
+    """Memory for some rows. Prompts are prefilled in shared batches; then each step decodes one token of each row."""
 
     def __init__(self, model: api.llama_model_p, params: api.llama_context_params) -> None:
         self._context = api.llama_init_from_model(model, params)

@@ -67,8 +67,6 @@ def _server(port: int) -> str:
 
 
 class Nginx:
-    """An nginx process that runs until `end`."""
-
     def __init__(self, text: Callable[[Path], str], ports: Sequence[int]) -> None:
         """Start nginx and wait until it answers on all ports. `text` returns the configuration for a folder."""
         program = shutil.which("nginx", path=PLACES)

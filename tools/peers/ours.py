@@ -69,7 +69,6 @@ def build_request(model: Path, threads: int, options: Mapping[str, Any]) -> tupl
 
 
 def held_bytes(model: Module) -> int:
-    """Return the bytes of the forms of all linear layers."""
     from armature_kernels.linear.linear import Linear
 
     return sum({id(each.form): each.form.nbytes for each in model.modules() if isinstance(each, Linear)}.values())

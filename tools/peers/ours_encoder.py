@@ -43,7 +43,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
 
 def largest(vectors: bytes, rows: int) -> Rows:
-    """Return the index of the largest value of each of `count` FP32 vectors, stored one after the other."""
+    """Return the index of the largest value of each FP32 vector."""
     values = array("f", vectors)
     size = len(values) // rows
     return [[max(range(size), key=values[at : at + size].__getitem__)] for at in range(0, len(values), size)]

@@ -11,7 +11,6 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different free ports."""
     probes = [socket.socket() for _ in range(count)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))

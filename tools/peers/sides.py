@@ -58,10 +58,7 @@ class SideSpec:
 
 
 class Side:
-    """A side in its own process group.
-
-    `ready` is what the side reports after loading. From then on it is stopped between turns.
-    """
+    """A side in its own process group. From `ready`, its report after loading, it is stopped between turns."""
 
     def __init__(self, spec: SideSpec, threads: int) -> None:
         self.spec = spec
@@ -97,7 +94,7 @@ class Side:
             self._signal(signal.SIGSTOP)
 
     def resident_bytes(self) -> int | None:
-        """Return the resident bytes of the main process, including mapped files; None where /proc is missing."""
+        """Return the resident bytes, including mapped files; None where /proc is missing."""
         status = Path(f"/proc/{self._process.pid}/status")
         if not status.exists():
             return None

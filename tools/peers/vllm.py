@@ -58,10 +58,7 @@ def _asked(name: str, rows: dict[str, list[int]]) -> str:
 
 
 def _weight_bytes(model: Path) -> int:
-    """Return the bytes of weights per token, as stored in BF16.
-
-    An embedding table next to a separate output layer is not read.
-    """
+    """Return the bytes of weights per token in BF16, without an embedding table next to a separate output layer."""
     tensors = {name: entry for file in model.glob("*.safetensors") for name, entry in read_header(file).items()}
     looked_up = tensors["model.embed_tokens.weight"].nbytes if "lm_head.weight" in tensors else 0
     return sum(entry.nbytes for entry in tensors.values()) - looked_up

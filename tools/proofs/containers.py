@@ -1,7 +1,4 @@
-"""Containers as a cluster runs them, through the docker command.
-
-They are started hardened, queried over HTTP, and always removed.
-"""
+"""Containers as a cluster runs them, through the docker command: hardened, and always removed."""
 
 from __future__ import annotations
 
@@ -150,7 +147,6 @@ class Container:
             return json.loads(answer.read())
 
     def wait(self, seconds: float) -> int:
-        """Wait until the container ends and return its exit status."""
         return int(docker("wait", self.name, seconds=seconds).stdout)
 
     def log(self) -> str:

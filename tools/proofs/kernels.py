@@ -1,7 +1,4 @@
-"""int4 on 64-bit Arm: our kernels at each level, and torch's KleidiAI kernels without them.
-
-The KleidiAI kernels are verified to be the ones that ran.
-"""
+"""int4 on 64-bit Arm: our kernels at each level, and torch's KleidiAI kernels without them."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ def _shares(findings: Findings, here: Image, cache: Path, options: tuple[str, ..
 
 
 def _packs(cache: Path) -> dict[str, tuple[int, int]]:
-    """Report the size and time of each pack."""
     found = {str(file.relative_to(cache)): file.stat() for file in (cache / "packs").rglob("*") if file.is_file()}
     return {name: (status.st_size, status.st_mtime_ns) for name, status in found.items()}
 

@@ -1,7 +1,4 @@
-"""Runs inside the image with our library masked.
-
-Reports the int4 form of the layers and the operator that multiplies them.
-"""
+"""Report the int4 form of the layers and the operator that multiplies them, in the image without our library."""
 
 import json
 from collections import Counter

@@ -74,7 +74,6 @@ def run(findings: Findings, image: Image, load: Load) -> None:
 
 
 def said(load: Load) -> str:
-    """Return what was served and how often."""
     flags = f" with `{' '.join(load.flags)}`" * bool(load.flags)
     return f"Medians of {load.rounds} rounds of {SECONDS:g} s; the server has {load.model.resolve().name}{flags}."
 

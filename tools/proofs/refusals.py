@@ -1,7 +1,4 @@
-"""A pod that cannot serve: its exit status and the one line in its termination message.
-
-Some cases must serve with a warning instead.
-"""
+"""A pod that cannot serve: its exit status and termination message. Some cases must serve with a warning."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ OPERATORS = 2  # exit status of errors that the operator can correct
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case.
-
-    `says` are words that the reason must contain. `make` returns docker options, given a folder for the case.
-    """
+    """One case. `says` are words that the reason must contain. `make` returns docker options for a folder."""
 
     name: str
     says: tuple[str, ...]

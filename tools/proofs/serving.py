@@ -1,7 +1,4 @@
-"""Both architectures, hardened: they become ready, generate, embed and are scraped.
-
-SIGTERM lets an open stream finish.
-"""
+"""Both architectures, hardened: they become ready, generate, embed, are scraped, and finish streams on SIGTERM."""
 
 from __future__ import annotations
 

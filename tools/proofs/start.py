@@ -1,7 +1,4 @@
-"""Time from start to readiness of a cold container and of the same command as a bare process.
-
-Both have the same quota and start in turns.
-"""
+"""Time from start to readiness of a cold container and a bare process, in turns and with the same quota."""
 
 from __future__ import annotations
 

@@ -209,7 +209,6 @@ class MessageFormat:
         self._identity, self._model, self._thinks = identity, model, thinks
 
     def whole(self, completion: CollectedCompletion) -> AnthropicResponse:
-        """Return the complete message."""
         choice = completion.choices[0]
         assert choice.finished is not None, "a complete response has finished"
         blocks = [_whole_block(block) for block in collected_blocks(choice, self._thinks)]

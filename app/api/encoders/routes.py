@@ -256,12 +256,10 @@ def _cohere_embedding(call: ApiCall, body: CohereEmbedBody, served: ServedEncode
 
 
 def _cohere_version(call: ApiCall) -> str:
-    """Return the version of Cohere's API that the path names."""
     return "2" if call.route.path.startswith("/v2/") else "1"
 
 
 def response_meta(call: ApiCall, encoded: Encoded) -> CohereMeta:
-    """Return the `meta` of a response of Cohere's."""
     number = encoded.usage.prompt_tokens
     return {
         "api_version": {"version": _cohere_version(call)},
@@ -291,7 +289,7 @@ def _rows(kind: str, vectors: FloatArray) -> Iterator[bytes]:
 
 
 def _to_signed_bits(vector: FloatArray) -> bytes:
-    """Return the packed signs as numbers in [-128, 128): those of `ubinary` less 128, as Cohere defines them."""
+    """Return the packed signs as numbers in [-128, 128): `ubinary` less 128, as Cohere defines them."""
     return to_json((numpy.packbits(vector >= 0).astype(numpy.int16) - 128).tolist())
 
 
@@ -339,7 +337,7 @@ def list_fields(kind: str, served: ServedEncoder, encoded: Encoded) -> ListRespo
 
 
 async def _item(head: bytes, values: FloatArray, write: Callable[[FloatArray], bytes]) -> bytes:
-    """Return the JSON of one text. Many rows are written one by one, between which the event loop runs other tasks."""
+    """Return the JSON of one text. Many rows are written one by one; the event loop runs other tasks between them."""
     if values.ndim == 1 or write is not VECTOR_WRITERS["float"]:
         return head + write(values) + b"}"
     return await join_with_pauses(head + b"[", map(write, values), b"]}")
@@ -356,7 +354,6 @@ def _requested_output(served: ServedEncoder, task: str | None) -> str:
 
 
 def _values_by_text(output: str, values: FloatArray, encoded: Encoded) -> Iterator[Any]:
-    """Yield each text's row, or its rows if there is one for each token."""
     if output != "last_hidden_state":
         yield from values
         return
@@ -456,12 +453,9 @@ async def embed_or_predict(call: ApiCall) -> Response:
 def relevance_request(call: ApiCall, served: ServedEncoder, query: RelevanceQuery) -> EncodingRequest:
     """Return the encoding request for the relevance of documents.
 
-    For a cross-encoder, query and document are one text. For an embedding model, the queries and the documents are
-    separate texts.
-
-    Raises:
-        WrongModelKind: The model has several labels.
-        InvalidRequest: There are several queries, and not as many as documents.
+    For a cross-encoder, query and document are one text; for an embedding model, separate texts. Raises
+    `WrongModelKind` if the model has several labels, and `InvalidRequest` for several queries, but not as many as
+    documents.
     """
     if len(served.labels) > 1:
         raise WrongModelKind(
@@ -493,8 +487,7 @@ def relevance_request(call: ApiCall, served: ServedEncoder, query: RelevanceQuer
 def relevance_scores(served: ServedEncoder, encoded: Encoded, query: RelevanceQuery) -> list[float]:
     """Return one relevance per document.
 
-    It is a cross-encoder's score, or its logit with `raw_scores`, or the cosine similarity for an embedding
-    model.
+    It is a cross-encoder's score, or its logit with `raw_scores`, or an embedding model's cosine similarity.
     """
     if not served.labels:
         vectors, number = to_numpy(encoded.arrays["embedding"]), len(query.queries)
@@ -509,7 +502,6 @@ def sort_by_score(scores: list[float]) -> list[tuple[int, float]]:
 
 
 def labels_by_score(served: ServedEncoder, scores: list[float]) -> list[LabelScore]:
-    """Return the labels with the scores of one text, best first."""
     return [{"label": served.labels[place], "score": score} for place, score in sort_by_score(scores)]
 
 
@@ -620,9 +612,7 @@ _DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "fl
 def model_information(model: ServedModel, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of text-embeddings-inference's `/info`, which the native response of `/info` has too.
 
-    Args:
-        model: The served model.
-        plan: The serving plan as JSON: decisions by name, each with its `value`.
+    `plan` is the serving plan as JSON: decisions by name, each with its `value`.
     """
     known: dict[str, Any] = {"model_id": model.name, "max_input_length": model.limits.max_model_len}
     if not isinstance(model, ServedEncoder):

@@ -52,10 +52,7 @@ _SCALES = 10.0 ** (8.0 - numpy.arange(_MIN_EXPONENT, _MAX_EXPONENT))
 
 
 def _nine_digits(vector: FloatArray) -> NDArray[numpy.float64]:
-    """Return the nearest numbers with nine decimal digits.
-
-    As text they are half as long as FP32 values written as doubles.
-    """
+    """Return the nearest numbers with nine decimal digits: half as long as FP32 values written as doubles."""
     exact = vector.astype(numpy.float64)
     powers = numpy.floor(numpy.log10(numpy.abs(exact).clip(1e-45)))
     scales = _SCALES[powers.astype(numpy.int64) - _MIN_EXPONENT]

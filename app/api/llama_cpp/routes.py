@@ -47,10 +47,9 @@ from app.version import VERSION
 
 
 def num_scored_tokens(params: SamplingParams, num_probs: int, has_grammar: bool) -> int:
-    """Return how many of the most likely tokens must be known to give the probabilities after sampling of some.
+    """Return how many likely tokens must be known to give the probabilities of some after sampling.
 
-    Raises:
-        UnsupportedParameter: They depend on more tokens than can be known.
+    Raises `UnsupportedParameter` if they depend on more tokens than can be known.
     """
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1)
     rules = (params.logit_bias, params.bad_words, params.allowed_token_ids, params.min_tokens, has_grammar)
@@ -69,7 +68,6 @@ def num_scored_tokens(params: SamplingParams, num_probs: int, has_grammar: bool)
 
 
 def model_probabilities(tokens: Iterable[ScoredToken]) -> list[LlamaCppToken]:
-    """Return the log-probabilities of the model."""
     bodies: list[LlamaCppToken] = []
     for token in tokens:
         body = _scored(token)
@@ -79,7 +77,7 @@ def model_probabilities(tokens: Iterable[ScoredToken]) -> list[LlamaCppToken]:
 
 
 def sampled_probabilities(tokens: Iterable[ScoredToken], params: SamplingParams, num_probs: int) -> list[LlamaCppToken]:
-    """Return the probabilities that each token was sampled from. Those that are 0 are left out."""
+    """Return the probabilities that each token was sampled from, without zeros."""
     bodies: list[LlamaCppToken] = []
     for token in tokens:
         kept = _kept_probabilities(token, params)
@@ -149,7 +147,6 @@ async def joined_ids(service: Service, parts: Sequence[str | int]) -> tuple[int,
 
 
 async def _requests(runtime: ApiRuntime, body: LlamaCppBody) -> list[GenerationRequest]:
-    """Return one request for each prompt."""
     base = await _base_request(runtime, body)
     if len(body.prompt) * base.params.n > MAX_TOTAL_CHOICES:
         raise InvalidRequest(f"The number of prompts times n may be at most {MAX_TOTAL_CHOICES}.", field="prompt")
@@ -157,7 +154,7 @@ async def _requests(runtime: ApiRuntime, body: LlamaCppBody) -> list[GenerationR
 
 
 async def _base_request(runtime: ApiRuntime, body: LlamaCppBody) -> GenerationRequest:
-    """Return a request with the body's parameters, whose prompt has no meaning."""
+    """Return a request with the body's parameters; its prompt has no meaning."""
     limit = body.max_tokens if body.n_predict is None else body.n_predict
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
     penalty = body.repeat_penalty if body.repetition_penalty is None else body.repetition_penalty
@@ -200,8 +197,6 @@ async def _logit_bias(runtime: ApiRuntime, body: LlamaCppBody) -> dict[str, floa
 
 
 class _LlamaCppFormat:
-    """Formatter of the completions of prompts. `prompts` are their texts."""
-
     def __init__(
         self, call: ApiCall, name: str, body: LlamaCppBody, params: SamplingParams, prompts: list[str]
     ) -> None:

@@ -193,13 +193,13 @@ async def _tokens(service: Service, body: TokenizeBody) -> bytes:
 
 
 async def _id_list(ids: list[int]) -> bytes:
-    """Return a JSON list of token ids, between whose parts the event loop runs other tasks."""
+    """Return a JSON list of token ids in parts; the event loop runs other tasks between them."""
     starts = range(0, len(ids), _IDS_AT_ONCE)
     return await join_with_pauses(b"[", (to_json(ids[start : start + _IDS_AT_ONCE])[1:-1] for start in starts), b"]")
 
 
 def _check_placed(text: str, is_wanted: bool, field: str) -> None:
-    """Check the length of a text whose tokens are wanted with their texts."""
+    """Check the length of a text if its tokens are wanted with their texts."""
     if is_wanted and len(text) > MAX_PLACED_CHARACTERS:
         raise InvalidRequest(
             f"{field} may have {MAX_PLACED_CHARACTERS} characters if the tokens' texts are wanted: send less, or ask for "

@@ -1,7 +1,4 @@
-"""Served models in the Open Inference Protocol: tensors, metadata, validation of inputs, and encoders' conversions.
-
-For an encoder, input tensors become texts or token ids, and arrays become output tensors.
-"""
+"""Served models in the Open Inference Protocol: tensors, metadata, validation of inputs, and encoders' conversions."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ _CONFIG_TYPES = {"BYTES": "TYPE_STRING"}
 
 
 def signature_of(model: ServedModel) -> Signature:
-    """Return the input and output tensors of a model of any kind."""
     if isinstance(model, ServedProgram):
         return model.signature
     return (
@@ -64,7 +60,6 @@ def _outputs(model: ServedEncoder) -> tuple[TensorSpec, ...]:
 
 
 def metadata(model: ServedModel) -> ModelMetadata:
-    """Return the model metadata of the protocol."""
     signature = signature_of(model)
     return {
         "name": model.name,
@@ -114,8 +109,8 @@ def _config_tensor(spec: TensorSpec) -> ConfigTensor:
 def check_inputs(specs: tuple[TensorSpec, ...], inputs: Mapping[str, Array]) -> None:
     """Check names, datatypes and shapes. Missing inputs are allowed here.
 
-    The first dimension is the batch; it must be the same in all inputs and not 0. Raises an `InvalidRequest`
-    that names the input.
+    The first dimension is the batch; it must be the same in all inputs and not 0. Raises an `InvalidRequest` that names
+    the input.
     """
     known = {spec.name: spec for spec in specs}
     batches: dict[str, int] = {}
@@ -134,7 +129,7 @@ def check_inputs(specs: tuple[TensorSpec, ...], inputs: Mapping[str, Array]) -> 
 
 
 def check_complete(specs: tuple[TensorSpec, ...], inputs: Mapping[str, Array]) -> None:
-    """Check that no input is missing. Raises `InvalidRequest`."""
+    """Raise `InvalidRequest` if an input is missing."""
     missing = [spec.name for spec in specs if spec.name not in inputs]
     if missing:
         raise InvalidRequest(f"The model also needs the input {missing[0]!r}.", field=missing[0])
@@ -168,7 +163,7 @@ def requested_outputs(signature: Signature, inference: InferRequest) -> tuple[st
 def parse_bare_body(signature: Signature, body: bytes) -> dict[str, Array]:
     """Return the single input of a binary body without JSON, which is a batch of one.
 
-    The body is a UTF-8 text, or values whose shape follows from their number.
+    The body is a UTF-8 text, or values that give the shape by their number.
     """
     specs = [spec for spec in signature.inputs if spec not in OPTIONAL_INPUTS]
     if len(specs) != 1:
@@ -205,8 +200,8 @@ MAX_PADDED_BYTES = 64 * 2**20
 class TextInference:
     """An encoding request with what its response needs.
 
-    `outputs` are the names that the client used. `masks` is set if token ids were sent: one byte per position of
-    each row, 1 where there is a token; `width` is the row length.
+    `outputs` are the names that the client used. `masks` is set if token ids were sent: one byte per position of each
+    row, 1 where there is a token; `width` is the row length.
     """
 
     request: EncodingRequest
@@ -277,8 +272,8 @@ def _masks(inputs: Mapping[str, Array]) -> list[bytes]:
 def _token_rows(inputs: Mapping[str, Array], masks: Sequence[bytes], longest: int, truncate: bool) -> tuple[Text, ...]:
     """Return the rows' tokens without padding.
 
-    Only as many ids as the model can read are converted to Python integers: a body may have millions, and
-    conversion blocks the event loop.
+    Only as many ids as the model can read are converted to Python integers: a body may have millions, and conversion
+    blocks the event loop.
     """
     ids = _as_int64(inputs["input_ids"])
     types = _as_int64(inputs["token_type_ids"]) if "token_type_ids" in inputs else None
@@ -343,10 +338,7 @@ def _pad(model: ServedEncoder, inference: TextInference, encoded: Encoded) -> Ar
 
 
 def _runs(mask: bytes, length: int) -> list[tuple[int, int]]:
-    """Return the position and length of each run of tokens in a row, up to `length` tokens in total.
-
-    Tokens beyond that were truncated.
-    """
+    """Return the position and length of each run of tokens in a row, up to `length` tokens, where it was truncated."""
     runs: list[tuple[int, int]] = []
     position = mask.find(1)
     while length and position >= 0:

@@ -98,7 +98,7 @@ OIP = Dialect("Open Inference Protocol", OIP_ERRORS)
 
 
 def _paths(operation: str) -> tuple[str, str]:
-    """Return the paths of an operation. A model's name may have slashes and the first match counts: versions are first."""
+    """Return the paths of an operation. A model's name may have slashes and the first match counts: versions first."""
     return f"/v2/models/{{name:path}}/versions/{{version}}{operation}", f"/v2/models/{{name:path}}{operation}"
 
 
@@ -229,8 +229,8 @@ def requested_model(call: ApiCall) -> ServedModel:
 def check_origin(request: Request) -> None:
     """Refuse a browser's cross-origin request without a JSON content type, and JSON that is said to be a bare tensor.
 
-    The protocol's clients send no content type, so it is not required. A web page's scripts send an `Origin`
-    header, and need a CORS preflight before they may send JSON.
+    The protocol's clients send no content type, so it is not required. A web page's scripts send an `Origin` header,
+    and need a CORS preflight before they may send JSON.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json" and request.headers.get(HEADER) == "0":
@@ -383,8 +383,6 @@ GeneratedT = TypeVar("GeneratedT", OipGenerateResponse, OipGenerateEvent)
 
 
 class _GenerateFormat:
-    """Formatter of complete responses and stream events."""
-
     def __init__(
         self, model: ServedDecoder, name: str, identity: str | None, params: SamplingParams, details: bool
     ) -> None:
@@ -397,7 +395,6 @@ class _GenerateFormat:
         return body
 
     def whole(self, completion: CollectedCompletion) -> OipGenerateResponse:
-        """Return the complete response."""
         choice = completion.choices[0]
         finished = choice.finished
         assert finished is not None, "a complete response has finished"
@@ -416,7 +413,7 @@ class _GenerateFormat:
         return self._with_id(body)
 
     async def events(self, stream: GenerationStream) -> AsyncIterator[OipGenerateEvent]:
-        """Yield the stream's events, whose texts join to the complete text.
+        """Yield the stream's events; their texts join to the complete text.
 
         With details there is one event per token, and a last one with the finish reason.
         """
@@ -445,10 +442,7 @@ class _GenerateFormat:
         return self._with_id(body)
 
     def _finish_reason(self, finished: ChoiceFinished) -> str:
-        """Return the finish reason as one of the extension's three.
-
-        A timeout is reported as `length`, since it too is a limit that cut the text short.
-        """
+        """Return the finish reason as one of the extension's three. A timeout too is a limit: `length`."""
         if finished.reason != "stop":
             return "length"
         matched = finished.matched_stop

@@ -94,12 +94,11 @@ def to_strings(name: str, tensor: Array) -> list[str]:
 
 
 def from_strings(elements: Sequence[str], shape: tuple[int, ...]) -> Array:
-    """Return a BYTES tensor of the texts."""
     return Array("BYTES", shape, _to_bytes("", "BYTES", elements))
 
 
 def check_json_datatype(name: str, datatype: str) -> None:
-    """Check that JSON can represent an output's values; of floating-point ones, those that are finite."""
+    """Check that JSON can represent an output's values; of floating-point ones, the finite ones."""
     if datatype in ("FP16", "BF16"):
         raise _output_error(name, f"{datatype} cannot be sent as JSON")
 
@@ -107,8 +106,7 @@ def check_json_datatype(name: str, datatype: str) -> None:
 def json_slices(name: str, tensor: Array) -> Iterator[bytes]:
     """Yield the inside of a JSON list of the values, in slices that take about a millisecond each.
 
-    Raises:
-        InvalidRequest: JSON cannot represent the values, or there are too many.
+    Raises `InvalidRequest` if JSON cannot represent the values, or there are too many.
     """
     check_json_datatype(name, tensor.datatype)
     if math.prod(tensor.shape) > MAX_JSON_VALUES:
@@ -124,7 +122,6 @@ def json_slices(name: str, tensor: Array) -> Iterator[bytes]:
 
 
 def _json_list(name: str, datatype: str, data: bytes) -> bytes:
-    """Return a JSON list of the values."""
     if datatype == "BOOL":
         return to_json(list(map(bool, data)))
     values = numpy.frombuffer(data, _NUMPY[datatype])
@@ -185,7 +182,6 @@ def _check_finite(name: str, datatype: str, values: Sequence[float]) -> None:
 
 
 def _elements(name: str, data: bytes, count: int) -> Iterator[bytes]:
-    """Yield the first `count` elements of binary BYTES data."""
     position = 0
     for _ in range(count):
         start = position + 4
@@ -212,8 +208,7 @@ VERSION = "1"  # version of the served model
 class InferRequest:
     """A parsed `infer` request with its tensors by name.
 
-    `outputs` None means all. Otherwise it maps each requested output to whether it is requested as binary (None:
-    not specified).
+    `outputs` maps each requested output to whether it is requested as binary (None: not specified); None: all.
     """
 
     inputs: Mapping[str, Array]
@@ -301,8 +296,6 @@ def _outputs(tensors: tuple[OutputTensor, ...] | None) -> dict[str, bool | None]
 
 @dataclass(frozen=True, slots=True)
 class InferResult:
-    """Result of an `infer`: arrays in order, and the response's `parameters`."""
-
     arrays: Mapping[str, Array]
     timings: Timings
     parameters: Mapping[str, int] = field(default_factory=dict)
@@ -326,10 +319,7 @@ async def render_response(model_name: str, inference: InferRequest, result: Infe
 
 
 async def _output_json(name: str, array: Array, as_binary: bool) -> bytes:
-    """Return the JSON of one output.
-
-    Many values are written in slices, between which the event loop serves other requests.
-    """
+    """Return the JSON of one output. Many values are written in slices; the event loop serves requests between them."""
     body = {"name": name, "datatype": array.datatype, "shape": array.shape}
     if as_binary:
         return to_json(body | {"parameters": {"binary_data_size": len(array.data)}})

@@ -113,9 +113,9 @@ def chat_generation(runtime: ApiRuntime, body: OllamaChatBody) -> GenerationRequ
 
 
 def prompt_generation(runtime: ApiRuntime, body: OllamaGenerateBody) -> GenerationRequest | None:
-    """Return the service's request for a prompt: a chat, or with `raw` or without a chat template a completion.
+    """Return the service's request for a prompt; None if there is none.
 
-    None if there is no prompt.
+    It is a chat, or with `raw` or without a chat template a completion.
     """
     if not body.prompt:
         return None
@@ -171,7 +171,6 @@ def _shared_fields(body: OllamaGenerationBody) -> dict[str, Any]:
 
 
 def sampling_fields(options: Options) -> dict[str, Any]:
-    """Return the options as fields of OpenAI's bodies."""
     limit = options.num_predict
     return {name: getattr(options, name) for name in _SAME_OPTIONS} | {
         "max_tokens": None if limit is None or limit < 0 else limit,
@@ -207,12 +206,11 @@ _DONE_REASONS: dict[FinishReason, str] = {
 
 
 def timestamp(seconds: float) -> str:
-    """Return a time in Unix seconds as Ollama writes it."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 class _OllamaFormat(Generic[LineT]):
-    """Formatter of one response: a chat, whose text is in a message, or a prompt's completion."""
+    """Formatter of one response: a chat with its text in a message, or a prompt's completion."""
 
     def __init__(self, model: str) -> None:
         self._model, self._began = model, time.monotonic()
@@ -227,7 +225,6 @@ class _OllamaFormat(Generic[LineT]):
         return line
 
     def whole(self, completion: CollectedCompletion) -> LineT:
-        """Return the complete response."""
         choice = completion.choices[0]
         assert choice.finished is not None, "a complete response has finished"
         line = self._line(choice.text, choice.reasoning, _calls(choice.tool_calls))
@@ -254,7 +251,6 @@ class _OllamaFormat(Generic[LineT]):
             yield self._ended(self._line(""), event)
 
     def _ended(self, line: LineT, finished: ChoiceFinished) -> LineT:
-        """Add the end of a response to its last line."""
         line["done"], line["done_reason"] = True, _DONE_REASONS[finished.reason]
         line["total_duration"], line["load_duration"] = _nanoseconds(time.monotonic() - self._began), 0
         line["prompt_eval_count"] = finished.usage.prompt_tokens
@@ -265,8 +261,6 @@ class _OllamaFormat(Generic[LineT]):
 
 
 class OllamaChatFormat(_OllamaFormat[OllamaChatResponse]):
-    """Formatter of a chat."""
-
     def _line(self, text: str, reasoning: str = "", calls: list[OllamaCall] | None = None) -> OllamaChatResponse:
         message: OllamaAnswer = {"role": "assistant", "content": text}
         if reasoning:
@@ -296,7 +290,6 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _scored(line: LineT, tokens: Iterable[ScoredToken]) -> LineT:
-    """Add log-probabilities to a line, if there are any."""
     if (scored := chat_logprobs(tokens)) is not None:
         line["logprobs"] = scored["content"]
     return line

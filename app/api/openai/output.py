@@ -59,7 +59,7 @@ class ShownTokens:
         ids: Token ids of the prompt and of each choice.
         names_ids: Log-probabilities name tokens by their ids, as `token_id:42`.
         prompt_logprobs: Number of the most likely tokens at each place of the prompt; None: its scores are not shown.
-        named: Fields that the request names. Those that show nothing are null in the response.
+        named: Fields that the request names. Fields that show nothing are null in the response.
     """
 
     ids: bool = False
@@ -78,7 +78,6 @@ class ShownTokens:
 
 
 def usage_body(usage: Usage) -> OpenAIUsage:
-    """Return the `usage` object."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -90,10 +89,7 @@ def usage_body(usage: Usage) -> OpenAIUsage:
 class _OpenAIFormat(Generic[ChoiceT, ChunkT]):
     """What both formats share: the fields of every object, and the chunks of a stream.
 
-    Args:
-        metadata: Id, time of creation in Unix seconds, and the model's name, which every object repeats.
-        body: The request.
-        shown: What is shown of tokens.
+    `metadata` is the id, the time of creation in Unix seconds, and the model's name.
     """
 
     def __init__(self, metadata: tuple[str, int, str], body: GenerationBody, shown: ShownTokens) -> None:
@@ -215,7 +211,6 @@ class ChatFormat(_OpenAIFormat[ChatChunkChoice, ChatCompletionChunk]):
         return {"index": event.choice, "delta": {}, "logprobs": None, "finish_reason": self._reason(event.reason)}
 
     def whole(self, completion: CollectedCompletion) -> ChatCompletion:
-        """Return the complete response."""
         body: ChatCompletion = {
             "id": self._id,
             "object": "chat.completion",
@@ -294,7 +289,6 @@ class CompletionFormat(_OpenAIFormat[TextChoice, TextCompletion]):
         return {"index": event.choice, "text": "", "logprobs": logprobs, "finish_reason": FINISH_REASONS[event.reason]}
 
     def whole(self, completion: CollectedCompletion) -> TextCompletion:
-        """Return the complete response."""
         if self._num_generated > self._num_kept:
             completion.keep_best(self._num_kept, self._num_generated, self._drops_logprobs)
         body = self._object([self._choice(choice) for choice in completion.choices])
@@ -331,7 +325,7 @@ class CompletionFormat(_OpenAIFormat[TextChoice, TextCompletion]):
     def _append_token(
         self, lists: TextLogprobs, index: int, token: ScoredToken | PromptToken, score: ScoredToken | None, num_top: int
     ) -> None:
-        """Append a token to the lists. Without a score, which the prompt's first token has not, its place has null."""
+        """Append a token to the lists, with null in place of a score that the prompt's first token has not."""
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + len(token.text)
         lists["text_offset"].append(offset)
@@ -365,14 +359,12 @@ class _ChoiceCounts:
         return None if number in begun else self.prompts[number]
 
     def take(self, event: TextDelta | ChoiceFinished) -> Usage:
-        """Count an event's tokens and return the usage of its choice."""
         if isinstance(event, ChoiceFinished):
             self.completions[event.choice] = event.num_completion_tokens
             return self.add(event.choice, 0)
         return self.add(event.choice, len(event.token_ids))
 
     def add(self, choice: int, count: int) -> Usage:
-        """Add tokens to a choice and return its usage."""
         self.completions[choice] = self.completions.get(choice, 0) + count
         return Usage(len(self.prompts[choice // self._choices_each]), 0, self.completions[choice])
 
@@ -380,7 +372,6 @@ class _ChoiceCounts:
 def _add_ids(
     body: GeneratedObject, choices: Sequence[ChatChoice | TextChoice], completion: CollectedCompletion
 ) -> None:
-    """Add the token ids of the prompts and of the choices."""
     prompts = completion.prompt_token_ids
     body["prompt_token_ids"] = list(prompts[0])
     each = len(choices) // len(prompts)
@@ -393,10 +384,7 @@ def _add_ids(
 
 
 def prompt_logprobs_body(tokens: Iterable[PromptToken], num_top: int) -> PromptLogprobs:
-    """Return vLLM's `prompt_logprobs`: null for the first token, then the scores of each token and the likeliest ones.
-
-    Each has the token's id as its key.
-    """
+    """Return vLLM's `prompt_logprobs`: null for the first token, then by id each token's and the likeliest scores."""
     return [None if token.score is None else _scores_by_id(token.score, token.rank, num_top) for token in tokens]
 
 

@@ -33,7 +33,7 @@ Defaults = Mapping[str, float]
 
 
 def chat_request(body: ChatBody, defaults: Defaults) -> GenerationRequest:
-    """Return the service's request for a chat, without its id. `defaults` are the checkpoint's sampling parameters."""
+    """Return the service's request for a chat, without its id. `defaults` are the checkpoint's."""
     _check_stream_options(body)
     functions, use = _tool_use(body)
     options = ChatOptions(
@@ -263,7 +263,7 @@ def _tool_use(body: ChatBody) -> tuple[list[dict[str, Any]], ToolUse | None]:
 
 
 def _offered_functions(body: ChatBody) -> tuple[FunctionDefinition, ...]:
-    """Return the functions among the tools, or those of them that the choice allows."""
+    """Return the functions among the tools that the choice allows."""
     functions = tuple(tool.function for tool in body.tools or () if tool.is_offered and tool.function is not None)
     choice = body.tool_choice
     if not isinstance(choice, NamedToolChoice) or choice.allowed_tools is None:

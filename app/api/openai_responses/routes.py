@@ -72,7 +72,6 @@ _DIGEST = 8  # characters
 
 
 def chat_body(body: ResponsesBody) -> ChatBody:
-    """Return the chat of a body."""
     definitions, choice = _tools(body)
     fields: dict[str, Any] = {name: getattr(body, name) for name in SamplingFields.model_fields} | {
         "messages": tuple(_messages(body)),
@@ -133,7 +132,6 @@ class OfferedTool:
         return self.declared.type == "custom"
 
     def definition(self) -> ToolDefinition:
-        """Return the function."""
         tool = self.declared
         description, parameters = tool.description, _TEXT_INPUT if self.is_custom else tool.parameters
         if self.is_custom and (grammar := (tool.format or {}).get("definition")):
@@ -144,7 +142,7 @@ class OfferedTool:
 
 
 def offered_tools(body: ResponsesBody) -> tuple[OfferedTool, ...]:
-    """Return the tools of a body, with those of its namespaces, and without those that are left out."""
+    """Return the tools of a body and of its namespaces, without tools that are left out."""
     found: list[OfferedTool] = []
     for tool in body.tools or ():
         if tool.type == "namespace":
@@ -170,7 +168,6 @@ def function_name(name: str, namespace: str | None) -> str:
 
 
 def _tools(body: ResponsesBody) -> tuple[tuple[ToolDefinition, ...], str | NamedToolChoice | None]:
-    """Return the tools that may be called, and the choice between them."""
     tools, choice = offered_tools(body), body.tool_choice
     named: str | NamedToolChoice | None = None
     if choice is None or isinstance(choice, str):
@@ -187,7 +184,6 @@ def _tools(body: ResponsesBody) -> tuple[tuple[ToolDefinition, ...], str | Named
 
 
 def _names(chosen: AllowedTool, tool: OfferedTool) -> bool:
-    """Return True if a choice names the tool, or its namespace."""
     if chosen.type == "namespace":
         return chosen.name == tool.namespace
     if chosen.namespace is not None and chosen.namespace != tool.namespace:
@@ -271,7 +267,6 @@ class _Answer:
         return bool(self._calls or "content" in self._fields)
 
     def add(self, item: InputItem) -> None:
-        """Add reasoning or a message of the model."""
         if item.kind == "reasoning":
             parts = item.content if isinstance(item.content, tuple) else ()
             thought = item.content if isinstance(item.content, str) else "".join(part.text or "" for part in parts)
@@ -280,7 +275,6 @@ class _Answer:
             self._fields["content"] = _content(item)
 
     def add_call(self, call: ToolCallRecord) -> None:
-        """Add a call of a tool."""
         self._calls.append(call)
 
     def take(self) -> Iterator[Message]:
@@ -309,13 +303,12 @@ class _Item:
 
     @property
     def is_custom(self) -> bool:
-        """True for a call of a tool that takes a text."""
         tool = self.tools.get(self.block.name)
         return self.block.kind == "call" and tool is not None and tool.is_custom
 
     @property
     def input(self) -> str:
-        """The text of such a call."""
+        """The text of a call of a tool that takes a text."""
         try:
             arguments = json.loads(self.block.text)
         except ValueError:  # the model decided what to write, or was cut
@@ -349,14 +342,12 @@ class _Item:
         return item
 
     def part(self) -> Json:
-        """Return the content of a text or of reasoning."""
         if self.block.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.block.text}
         logprobs = _logprobs(self.block.logprobs)
         return {"type": "output_text", "text": self.block.text, "annotations": [], "logprobs": logprobs}
 
     def event(self, kind: str) -> ResponseEvent:
-        """Return an event about this item."""
         event: ResponseEvent = {"type": f"response.{kind}", "item_id": self.id, "output_index": self.block.index}
         if self.block.kind != "call":
             event["content_index"] = 0
@@ -377,7 +368,6 @@ class ResponseObjectFormat:
         self._tools: Tools = {tool.name: tool for tool in offered_tools(body)}
 
     def whole(self, completion: CollectedCompletion) -> ResponseObject:
-        """Return the complete response."""
         choice = completion.choices[0]
         assert choice.finished is not None, "a complete response has finished"
         return self._finished([_Item(block, self._tools) for block in collected_blocks(choice)], choice.finished)
@@ -445,7 +435,6 @@ class ResponseObjectFormat:
 
 
 def _request_fields(body: ResponsesBody, params: SamplingParams, model: str) -> RepeatedFields:
-    """Return the fields that repeat the request."""
     effort = None if body.reasoning is None else body.reasoning.effort
     form = None if body.text is None or body.text.format is None else body.text.format
     shown = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)

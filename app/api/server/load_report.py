@@ -99,7 +99,7 @@ class LoadReportHeader:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; the report is that of the moment when its response starts."""
+        """Serve a request; the report is of the moment when its response starts."""
         form = header(scope, ASKED).decode("latin-1").lower() if scope["type"] == "http" else ""
 
         async def reporting(message: Message) -> None:

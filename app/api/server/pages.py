@@ -68,7 +68,6 @@ class WebFile:
 
 @cache
 def read_web_file(name: str) -> WebFile:
-    """Read and compress a file of the page, once."""
     content = (WEB_DIRECTORY / name).read_bytes()
     tag = f'W/"{hashlib.sha256(content).hexdigest()[:24]}"'
     return WebFile(content, gzip.compress(content, 9, mtime=0), CONTENT_TYPES[Path(name).suffix], tag)
@@ -119,7 +118,6 @@ _REFERENCE = re.compile(r'"#/components/schemas/([^"]+)"')
 
 
 def documentation_response(document: Mapping[str, Any]) -> HTMLResponse:
-    """Return the page for an OpenAPI document."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     tags: dict[str, list[str]] = {}
     for path, methods in document["paths"].items():
@@ -151,7 +149,6 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
 
 
 def _type(content: Mapping[str, Any]) -> str:
-    """Return links to the schemas that a content refers to."""
     names = dict.fromkeys(_REFERENCE.findall(json.dumps(content.get("schema", {}))))
     return " or ".join(f'<a href="#{escape(name)}">{escape(name)}</a>' for name in names)
 

@@ -33,7 +33,7 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Run the suites, print the table and return 1 if one is below its target."""
+    """Return 1 if a suite is below its target."""
     arguments = parser().parse_args()
     names = arguments.suite or list(SUITES)
     if arguments.list:
@@ -155,7 +155,6 @@ def requirements_of(suite: Suite) -> list[str]:
 
 
 def configuration(suite: Suite, outcomes: Path, arguments: argparse.Namespace) -> dict[str, str]:
-    """Return what the plugins read from the environment."""
     decoder = arguments.decoder or suite.decoder
     if decoder == "real":
         decoder = str(default_directory())
@@ -207,7 +206,6 @@ def _seconds(line: dict[str, Any]) -> float:
 
 
 def print_row(suite: str, file: str, lines: list[dict[str, Any]]) -> float:
-    """Print the counts of some tests and return the share that passed."""
     counts = Counter(line["outcome"] for line in lines)
     passed, failed = counts["passed"], counts["failed"]
     applicable = passed + failed

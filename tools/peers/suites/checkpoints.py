@@ -12,11 +12,11 @@ from typing import Any
 def endless_checkpoint(
     base: Path, work: Path, temperature: float | None = None, template: str | None = None, vocab_size: int = 0
 ) -> Path:
-    """Return a copy of `base` in `work` whose texts do not end, with a default temperature and a chat template.
+    """Return a copy of `base` in `work` with texts that do not end, a default temperature and a chat template.
 
     The small models of the peers' tests do not end a text within some dozen tokens, and tests count on that. So the end
     token of the copy is one that the model never writes. A vocabulary that is smaller than `vocab_size` is filled up
-    with tokens whose embeddings are 0: tests name ids that the vocabularies of the peers' models have.
+    with tokens that have embeddings of 0: tests name ids that the vocabularies of the peers' models have.
     """
     name = hashlib.sha256(json.dumps([str(base), temperature, template, vocab_size]).encode()).hexdigest()[:12]
     folder = work / "checkpoints" / name
@@ -48,7 +48,7 @@ def long_checkpoint(base: Path, work: Path, context: int) -> Path:
 
 
 def _fill_vocabulary(folder: Path, given: int, wanted: int) -> None:
-    """Add tokens to a checkpoint whose embeddings are its output layer too."""
+    """Add tokens to a checkpoint with tied embeddings."""
     from safetensors.torch import load_file, save_file  # only this copy needs torch
 
     weights = load_file(folder / "model.safetensors")

@@ -35,7 +35,6 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def replace(pool: ServerPool) -> None:
-    """Replace what starts a server and what compares texts."""
     import utils  # of the tests, which pytest runs in their folder
 
     def start(server: Any, timeout_seconds: float = 0) -> None:

@@ -77,10 +77,8 @@ class Outcomes:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a name begins with the pattern, or has what follows its star."""
     return pattern[1:] in name if pattern.startswith("*") else name.startswith(pattern)
 
 
 def file_of(node: str) -> str:
-    """Return the file of a node id, as the table names it."""
     return node.partition("::")[0]

@@ -184,7 +184,6 @@ def _target(reference: Any, root: Any) -> Any:
 
 
 def check_schemas(work: Path, checkpoint: Path) -> list[Line]:
-    """Check both sets and return a line for each schema and document."""
     check = SchemaCheck(checkpoint)
     store = unpack_tests(SCHEMASTORE, work)
     for file in sorted((store / "schemas" / "json").glob("*.json")):

@@ -31,7 +31,6 @@ class ServerPool:
         self._running: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], str]] = {}
 
     def url(self, model: str, **options: object) -> str:
-        """Return the address of a server of this checkpoint with these settings."""
         if self.configuration["url"]:
             return str(self.configuration["url"]).rstrip("/")
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in sorted(options.items())]
@@ -65,13 +64,11 @@ class ServerPool:
         process.wait(30)
 
     def close(self) -> None:
-        """Stop every server."""
         for key in list(self._running):
             self._stop(key)
 
 
 def answers(url: str) -> bool:
-    """Return whether the address answers with a status below 400."""
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True

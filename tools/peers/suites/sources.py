@@ -103,10 +103,7 @@ def interpreter(folder: Path, requirements: list[str]) -> Path:
 
 
 def programs(work: Path, packages: Sequence[str]) -> list[Path]:
-    """Return the environments in `work` with the commands of packages, one for each package.
-
-    What pip cannot install is named and left out.
-    """
+    """Return environments in `work` with the commands of packages. What pip cannot install is named and left out."""
     folders = []
     for package in packages:
         folder = work / "programs" / package
@@ -138,7 +135,6 @@ def node_modules(work: Path, packages: Sequence[str]) -> Path | None:
 
 
 def node_versions(modules: Path | None, packages: Sequence[str]) -> dict[str, str]:
-    """Return the installed version of each package that npm has installed."""
     names = [package[0] + package[1:].partition("@")[0] for package in packages]
     files = {name: modules / name / "package.json" for name in names} if modules else {}
     return {
@@ -147,7 +143,6 @@ def node_versions(modules: Path | None, packages: Sequence[str]) -> dict[str, st
 
 
 def python_versions(folder: Path, requirements: Sequence[str]) -> dict[str, str]:
-    """Return the installed version of each required package in the environment in `folder`."""
     scheme = {"base": str(folder), "platbase": str(folder)}
     where = [sysconfig.get_path("purelib", vars=scheme)]
     names = [re.split(r"[\[=<> ]", requirement)[0] for requirement in requirements]

@@ -78,8 +78,6 @@ def namespace(value: Any) -> Any:
 
 
 class PlaceholderModule(types.ModuleType):
-    """A module in which every name is defined."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -188,7 +186,6 @@ def _value(words: Sequence[str], *names: str) -> str | None:
 
 
 def _runs(files: Sequence[str]) -> bool:
-    """Return whether the test that runs now is in one of the files."""
     return any(file in os.environ["PYTEST_CURRENT_TEST"] for file in files)
 
 
@@ -215,7 +212,6 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def give_tokenizer(configuration: dict[str, str]) -> None:
-    """Give tests the tokenizer of the model that is served."""
     import vllm.tokenizers
     import vllm.transformers_utils.repo_utils
     import vllm.version

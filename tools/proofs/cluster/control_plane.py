@@ -33,7 +33,6 @@ class ControlPlane:
     # ---- kubectl --------------------------------------------------------------------------------------------------
 
     def kubectl(self, *words: str, text: str | None = None, check: bool = True, seconds: float = 300.0) -> str:
-        """Run kubectl in the cluster's namespace and return its output."""
         return self.place.run(*self._kubectl(*words), text=text, check=check, seconds=seconds)
 
     def command(self, *words: str) -> list[str]:
@@ -155,7 +154,6 @@ class ControlPlane:
 
 
 def route(place: Place, number: int) -> None:
-    """Let the cluster's namespace reach the pods of that node."""
     place.run("ip", "route", "add", f"{PODS}.{number}.0/24", "via", f"{NODES}.{10 + number}")
 
 

@@ -21,8 +21,7 @@ with open('/tmp/full', 'wb') as file:
 def volume_beyond_its_limit(findings: Findings, fleet: Fleet) -> None:
     """Let a pod write more into a volume of its own than the volume's limit.
 
-    The event tells of the eviction. The pod's status does not: the server ends with status 0 when it is stopped, so
-    Kubernetes counts the pod as one that has succeeded.
+    Only the event tells of the eviction: the server ends with status 0, so Kubernetes counts the pod as succeeded.
     """
     fleet.rolled_out()
     pod = fleet.ready()[0]["metadata"]["name"]

@@ -74,7 +74,7 @@ def deletion(findings: Findings, fleet: Fleet) -> None:
 
 
 def drain(findings: Findings, fleet: Fleet) -> None:
-    """Drain the node of one pod while the other pool is pending, whose pods count against their own budget alone."""
+    """Drain the node of one pod while the other pool is pending; its pods count against their own budget alone."""
     node = fleet.ready()[0]["spec"]["nodeName"]
 
     def drained() -> None:

@@ -64,7 +64,7 @@ def ask(url: str, key: str = "", max_tokens: int = MAX_TOKENS, timeout: float = 
 
 
 class Load:
-    """A context manager: clients in the cluster's namespace, whose `outcome` is known at its end."""
+    """A context manager: clients in the cluster's namespace; their `outcome` is known at its end."""
 
     def __init__(self, place: Place, url: str, clients: int, key: str = "", max_tokens: int = MAX_TOKENS) -> None:
         self.outcome = Outcome()

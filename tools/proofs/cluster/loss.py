@@ -1,4 +1,4 @@
-"""A node that is lost without notice, seen by clients of nginx as docs/fleet.md configures it, and by those of the Service.
+"""A node that is lost without notice, seen by clients of nginx as docs/fleet.md configures it, and of the Service.
 
 Kubernetes takes a silent node for lost after 50 seconds. Until then a Service goes on to send connections there; nginx
 asks another server after a second.
@@ -66,7 +66,7 @@ def node_lost(findings: Findings, fleet: Fleet, node: Node) -> None:
 
 @contextmanager
 def front(fleet: Fleet) -> Iterator[None]:
-    """Run docs/nginx.conf and the tool that writes its servers, as found by Kubernetes' API, in the cluster's namespace."""
+    """Run docs/nginx.conf and the tool that writes its servers, as found by Kubernetes' API, in the namespace."""
     cluster = fleet.cluster
     lab, place, folder = cluster.lab, cluster.place, cluster.lab.folder / "nginx"
     folder.mkdir()

@@ -40,7 +40,7 @@ class Node:
 
 
 def join(cluster: ControlPlane, number: int) -> Node:
-    """Start a node, whose programs are the machine's, and wait until Kubernetes calls it ready."""
+    """Start a node with the machine's programs, and wait until Kubernetes calls it ready."""
     lab, name = cluster.lab, f"node-{number}"
     folder = lab.folder / name
     for each in ("network", "addresses", "disk"):

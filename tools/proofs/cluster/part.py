@@ -33,11 +33,7 @@ WAIT_SECONDS = 600.0
 def run(findings: Findings, image: Image, kubernetes: Path | None, model: Path | None) -> None:
     """Bring the cluster up, run every check, and take it down.
 
-    Args:
-        findings: Where the checks go.
-        image: The server's image for this machine.
-        kubernetes: The folder of Kubernetes' server programs.
-        model: A checkpoint whose second start is timed, or None.
+    `kubernetes` is the folder of Kubernetes' server programs. `model` is a checkpoint with a second start to time.
     """
     if kubernetes is None or os.geteuid() != 0:
         findings.skipped.append(

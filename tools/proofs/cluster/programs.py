@@ -31,8 +31,7 @@ class Missing(Exception):
 def gather(folder: Path, kubernetes: Path) -> Path:
     """Put every program into `folder`/bin, and the network plugins into `folder`/cni. Returns the former.
 
-    Raises:
-        Missing: A program is not in the folder of Kubernetes, or a package of this machine is not installed.
+    Raises `Missing` if a program is not in the folder of Kubernetes, or a package is not installed.
     """
     if absent := sorted({package for program, package in NEEDED.items() if shutil.which(program) is None}):
         raise Missing(f"apt-get install {' '.join(absent)}")

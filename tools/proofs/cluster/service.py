@@ -40,7 +40,7 @@ VOLUME: dict[str, Any] = {
 class Fleet:
     """An overlay of `mixed` in a folder of its own, as k8s/README.md leads its reader to write one.
 
-    The model is mounted from its image or, with `claim`, from a claim whose volume is a folder of the nodes.
+    The model is mounted from its image or, with `claim`, from a claim on a folder of the nodes.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ STATES = "".join(f'{{.status.conditions[?(@.type=="{each}")].status}} ' for each
 
 
 def second_start(findings: Findings, cluster: ControlPlane, nodes: list[Node], checkpoint: Path | None) -> None:
-    """Serve this checkpoint in int4, delete a pod, and time the one that replaces it; three times.
+    """Serve this checkpoint in int4, delete a pod, and time its replacement; three times.
 
     The checkpoint must be readable by every user. It is mounted by a claim, so that a large one is not copied.
     """
@@ -92,7 +92,6 @@ def watched(cluster: ControlPlane) -> Iterator[Mapping[tuple[str, str], float]]:
 
 
 def note(lines: IO[str], moments: dict[tuple[str, str], float]) -> None:
-    """Note when each pod is first said to be scheduled, and to be ready."""
     for line in lines:
         name, *states = line.rstrip("\n").split(" ")
         for condition, state in zip((SCHEDULED, READY), states, strict=False):

@@ -50,8 +50,6 @@ def watching(cluster: ControlPlane, namespace: str) -> Iterator[Prometheus]:
 
 
 class Prometheus:
-    """The running Prometheus of the cluster's namespace."""
-
     def __init__(self, cluster: ControlPlane) -> None:
         self.place = cluster.place
 
@@ -63,7 +61,6 @@ class Prometheus:
         return self.place.run("python3", "-c", script, check=False)
 
     def query(self, query: str) -> list[dict[str, Any]]:
-        """Return the series of an instant query."""
         answer = self.ask(f"/api/v1/query?query={quote(query)}")
         found: list[dict[str, Any]] = json.loads(answer)["data"]["result"] if answer else []
         return found
