@@ -17,7 +17,15 @@ from app.messages import Timings
 from app.metrics.load_progress import LoadProgress
 from app.metrics.steps import EngineSnapshot, StepLog
 from app.service.adapters import Adapters, AdapterStore
-from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, StreamEvent, TextDelta, Usage
+from app.service.requests import (
+    Accepted,
+    ChoiceFinished,
+    DirectOutput,
+    GenerationRequest,
+    StreamEvent,
+    TextDelta,
+    Usage,
+)
 from app.service.served_model import ServedDecoder, ServingLimits, wrong_kind_error
 from app.text.bounds import LeastTokens
 
@@ -89,7 +97,9 @@ class ScriptedService:
     def encoder(self) -> Any:
         raise wrong_kind_error(self.model)
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamEvent, None]:
+    def generate(
+        self, request: GenerationRequest, direct: DirectOutput | None = None
+    ) -> AsyncGenerator[StreamEvent, None]:
         """Holds on to what it gives, so that only who closes a stream ends it, and not the collector of garbage."""
         self.streams.append(self._play(request))
         return self.streams[-1]
