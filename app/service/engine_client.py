@@ -68,10 +68,8 @@ class EngineClient:
         self._steps: deque[Sequence[Event]] = deque()
         self._is_woken = False
         self._writes: list[Callable[[], None]] = []
-        self._num_direct, self._direct_gaps = (
-            0,
-            dict[float, int](),
-        )  # tokens of this step, and the seconds since the last
+        self._num_direct = 0  # tokens of these steps that were taken directly
+        self._direct_gaps: dict[float, int] = {}  # seconds since the previous token, and how many had them
         self._listeners: dict[str, Callable[[TimedEvent], None]] = {}  # keys: the request ids that the worker sees
 
     def open(self, limits: ServingLimits) -> None:
@@ -163,23 +161,25 @@ class EngineClient:
 
         Steps that the event loop has not taken yet are delivered together.
         """
-        if self._loop is None or self._loop.is_closed():
-            return  # no event loop, so no open request
+        if (loop := self._open_loop()) is None:
+            return
         self._steps.append(events)
         if not self._is_woken:
             self._is_woken = True
-            self._call(self._deliver_steps, None)
+            loop.call_soon_threadsafe(self._deliver_steps)
 
     def on_worker_exit(self) -> None:
         """Fail all open requests. Called from the worker thread after its last events."""
-        self._call(self._fail_open, StepFailed("The engine has stopped; the server is about to end."))
+        if (loop := self._open_loop()) is not None:
+            loop.call_soon_threadsafe(
+                self._fail_open, StepFailed("The engine has stopped; the server is about to end.")
+            )
 
-    def _call(self, function: Callable[[T], None], argument: T) -> None:
-        if self._loop is None or self._loop.is_closed():
-            return  # no event loop, so no open request
-        self._loop.call_soon_threadsafe(function, argument)
+    def _open_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return the event loop; None if there is none, and so no open request."""
+        return None if self._loop is None or self._loop.is_closed() else self._loop
 
-    def _deliver_steps(self, _: None) -> None:
+    def _deliver_steps(self) -> None:
         self._is_woken = False  # before the steps are taken: those that come from now on wake the loop again
         while self._steps:
             self._deliver(self._steps.popleft())

@@ -7,13 +7,14 @@ import string
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from app.errors import RequestTimeout
+from app.errors import RequestError, RequestTimeout
 from app.messages import (
     Abort,
     Event,
     FinishReason,
     LoadedAdapter,
     PromptScored,
+    RequestFailed,
     SequenceFinished,
     Timings,
     TokenLogprob,
@@ -94,7 +95,6 @@ class OpenGeneration(OpenRequest):
         super().__init__(client, request.api, http)
         self.request, self._direct = request, direct
         self._is_read_to_end = False  # the reader has sent all events, and waits for the next one
-        self._is_writing_later = False
         self._unwritten = ""  # text of tokens that were taken directly
         self.choices: list[Choice] = []
         self._prompt_text, self._prompt_tokens = "", list[PromptToken]()
@@ -155,11 +155,15 @@ class OpenGeneration(OpenRequest):
 
         The reader costs a queue, the wake of a task, five generators and ASGI: five times as much as the token.
         """
-        if self._is_read_to_end and timed_event is not None and self._take_directly(*timed_event):
-            if not self._is_writing_later:
-                self._is_writing_later = True
-                self.client.write_after_step(self._write_directly)
-            return
+        was_written = not self._unwritten
+        try:
+            if self._is_read_to_end and timed_event is not None and self._take_directly(*timed_event):
+                if was_written:
+                    self.client.write_after_step(self._write_directly)
+                return
+        except RequestError as error:  # of the tokenizer: it ends this request, and no other of the step
+            assert timed_event is not None, "an event was taken"
+            timed_event = RequestFailed(timed_event[0].request_id, error), timed_event[1]
         self._is_read_to_end = False
         self._write_directly()
         super().arrive(timed_event)
@@ -181,14 +185,13 @@ class OpenGeneration(OpenRequest):
         return True
 
     def _write_directly(self) -> None:
-        self._is_writing_later = False
-        if self._unwritten and self._direct is not None and self._direct.frame is not None:
-            token_ids = self.choices[0].token_ids
-            frame = self._direct.frame(self._unwritten, token_ids)
-            self._unwritten = ""
-            token_ids.clear()
-            if self._direct.write is not None:
-                self._direct.write(frame)
+        if not self._unwritten:
+            return
+        direct, token_ids = self._direct, self.choices[0].token_ids
+        assert direct is not None and direct.frame is not None and direct.write is not None, "tokens were taken"
+        direct.write(direct.frame(self._unwritten, token_ids))
+        self._unwritten = ""
+        token_ids.clear()
 
     def take(self, timed_event: tuple[Event, float] | None) -> list[StreamEvent]:
         """Return the stream events that follow; None: the request has timed out.

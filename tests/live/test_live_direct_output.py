@@ -59,8 +59,9 @@ def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
         on_events(self, events)
         for _ in range(30):  # turns of the event loop
             turn = threading.Event()
-            self._call(lambda _, turn=turn: turn.set(), None)  # type: ignore[misc]
-            turn.wait(1)
+            if (loop := self._open_loop()) is not None:
+                loop.call_soon_threadsafe(turn.set)
+                turn.wait(1)
 
     monkeypatch.setattr(EngineClient, "on_events", deliver)
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from app.errors import InvalidRequest
 from app.messages import SequenceFinished, TokensReady
 from app.service.requests import ChoiceFinished, DirectOutput, StreamEvent, TextDelta
+from app.text.detokenizer import IncrementalDetokenizer
 from fake_worker import TIMINGS, finished, request, serving, tokenizer
 
 
@@ -143,3 +145,30 @@ async def test_the_gaps_between_tokens_are_in_the_metrics() -> None:
         "count": 2,
         "sum": 1.0,
     }
+
+
+async def test_a_token_that_cannot_be_decoded_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, whole = Connection(), Connection()
+    async with serving() as (service, worker, _):
+        readers = [asyncio.ensure_future(read(service, [], one)) for one in (broken, whole)]
+        orders = await worker.orders(2)
+        first, second = ids_of("ab")
+        service.on_events([TokensReady(order.request_id, 0, (first,), timings=TIMINGS) for order in orders])
+        await turns()
+        push = IncrementalDetokenizer.push
+        failed: list[IncrementalDetokenizer] = []
+
+        def fail_once(self: IncrementalDetokenizer, token_id: int) -> str:
+            if not failed:
+                failed.append(self)
+                raise InvalidRequest("cannot decode")
+            return push(self, token_id)
+
+        monkeypatch.setattr(IncrementalDetokenizer, "push", fail_once)
+        service.on_events([TokensReady(order.request_id, 0, (second,)) for order in orders])
+        service.on_events([finished(orders[1].request_id, "length", 2)])
+        with pytest.raises(InvalidRequest, match="cannot decode"):
+            await readers[0]
+        await readers[1]
+    assert (broken.text, whole.text) == ("", "b")
+    assert orders[0].request_id in {abort.request_id for abort in worker.aborts}
