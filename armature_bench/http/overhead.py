@@ -198,6 +198,7 @@ async def streamed_token_cost(
         )
         for num_streams in NUM_FAST_STREAMS:
             window = await _simulated_window(server, num_streams, ENGINE_RATE, seconds)
+            advance(f"{num_streams} clients")
             rate = window["arrived"] / window["seconds"]
             cores = window["process"] / window["seconds"]
             against = f"a simulated engine of {ENGINE_RATE:,.0f} tok/s"

@@ -1,4 +1,4 @@
-"""Armature's HTTP server with a simulated engine, and what a streamed token costs its event loop.
+"""Armature's HTTP server with a simulated engine, for what a streamed token costs (`overhead.py`).
 
 The engine makes a token with one space for each open request at fixed intervals, and computes nothing, so the figures
 are the cost of the way from the worker's events to the sockets. `armature bench overhead` starts the server as a child
@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 import uvicorn
 
 from app.api.routing import ApiRuntime
-from app.messages import Abort, Command, Event, Generate, SequenceFinished, Stop, Timings, TokensReady
+from app.messages import Abort, Command, Event, Generate, SequenceFinished, Stop, TokensReady
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
 from app.metrics.steps import EngineSnapshot
@@ -30,9 +30,8 @@ from app.service.served_model import ServedDecoder, ServingLimits
 from app.service.service import Service
 from app.settings import load_settings
 from app.text.tokenizer import Tokenizer
+from armature_bench.http.overhead import PACED_RATE, STREAM_TOKENS
 
-PACED_RATE = 8_000.0  # tokens per second, at which the event loop is never late
-MAX_TOKENS = 100_000
 _MODEL = "simulated"
 _TEXT = "The keeper of the lighthouse wrote a letter to his sister every Sunday, and she answered in verse. "
 
@@ -64,7 +63,7 @@ class SimulatedEngine:
                 service.on_events(events)
                 continue
             if isinstance(command, Generate):
-                self._open[command.request_id] = command.params.max_tokens or MAX_TOKENS
+                self._open[command.request_id] = command.params.max_tokens or STREAM_TOKENS
                 due = max(due, time.perf_counter())
             elif isinstance(command, Abort):
                 self._open.pop(command.request_id, None)
@@ -76,15 +75,12 @@ class SimulatedEngine:
         self.num_tokens += len(self._open)
         for request_id, left in self._open.items():
             token_id = self._token_ids[left % len(self._token_ids)]
-            events.append(TokensReady(request_id, 0, (token_id,), timings=_TIMINGS))
+            events.append(TokensReady(request_id, 0, (token_id,)))
             self._open[request_id] = left - 1
         for request_id in [one for one, left in self._open.items() if not left]:
             events.append(SequenceFinished(request_id, 0, "length"))
             del self._open[request_id]
         return events
-
-
-_TIMINGS = Timings()
 
 
 class _Lifetime:
@@ -107,7 +103,7 @@ def serve(checkpoint: Path) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     settings = load_settings()[0]
     tokenizer = Tokenizer(checkpoint)
-    limits = ServingLimits(MAX_TOKENS * 2, 1024, 1024, 3600.0, tokenizer.vocab_size)
+    limits = ServingLimits(2 * STREAM_TOKENS, 1024, 1024, 3600.0, tokenizer.vocab_size)
     ids = tokenizer.encode(_TEXT, add_special_tokens=False)
     engine = SimulatedEngine(tuple(one for one in ids if (tokenizer.piece(one) or "").count(" ") == 1))
     metrics = Metrics()
@@ -133,8 +129,7 @@ def serve(checkpoint: Path) -> None:
         print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
         await server.serve([listener])
 
-    uvicorn_loop = server.config.get_loop_factory()
-    with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(run())
 
 

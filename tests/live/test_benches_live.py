@@ -63,6 +63,15 @@ async def test_one_server_under_every_bench() -> None:
     assert info["model"]["architecture"] == "LlamaForCausalLM"
 
 
+async def test_a_streamed_token_is_measured_with_a_simulated_engine() -> None:
+    told: list[str] = []
+    figures = await overhead.streamed_token_cost(DEMO_DIRECTORY, rounds=1, advance=told.append, seconds=0.2)
+    assert len(told) == 3
+    assert [figure.unit for figure in figures] == ["µs", "tok/s", "tok/s"]
+    assert all(figure.value > 0 for figure in figures)
+    assert all(figure.parts["cores"] > 0 for figure in figures[1:])
+
+
 async def test_a_prompt_that_does_not_fit_is_reported_in_the_servers_words() -> None:
     async with running_server(None, FLAGS) as server:
         with pytest.raises(MeasurementFailed, match="context"):
