@@ -30,6 +30,7 @@ RATE_TARGET = 0.9  # of the engine's tokens per second
 ENGINE_RATE = 48_600.0  # tokens per second: what the engine makes of a 1B model on an H200 (docs/hardware.md)
 PACED_RATE = 6_000.0  # tokens per second, at which the event loop is never late
 PATIENCE_SECONDS = 60.0
+STOP_SECONDS = 10.0
 STREAM_TOKENS = 100_000  # of a request: no stream ends within a window
 MODEL_SECONDS = "armature_model_seconds_total"
 
@@ -129,15 +130,14 @@ async def _running(checkpoint: Path) -> AsyncIterator[_SimulatedServer]:
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
-    assert process.stdin is not None, "it is a pipe"
     try:
         yield _SimulatedServer(process, (await _line(process))["port"])
     finally:
-        process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), 10)
+            await asyncio.wait_for(process.communicate(), STOP_SECONDS)  # it ends with its standard input
         except TimeoutError:
             process.kill()
+            await process.communicate()
 
 
 async def _read_stream(port: int, counts: list[int], place: int) -> None:
