@@ -16,6 +16,7 @@ _MARK = re.compile(rb'[{}\[\]:,"]')
 _CHARACTERS = re.compile(rb'(?:[^"\\]++|\\u[0-9a-fA-F]{4}|\\[^u])*+', re.DOTALL)
 _CLOSING = {ord("}"): "{", ord("]"): "["}
 _MESSAGE_PATHS = ("messages[]", "input[]")
+_ROLE_PATHS = frozenset(f"{path}.role" for path in _MESSAGE_PATHS)
 
 
 class PromptScanner:
@@ -30,6 +31,7 @@ class PromptScanner:
         self._paths, self._new_count, self._limit = paths, new_count, limit
         self._position, self._num_marks = 0, 0
         self._frames: list[tuple[str, str | None]] = []  # "{" with the name of the present value, or "["
+        self._path = ""  # of the frames, such as `messages[].content`
         self._string_start: int | None = None
         self._count: LeastTokens | None = None
         self._is_users = False
@@ -64,22 +66,24 @@ class PromptScanner:
             if character == "{" and self._path in _MESSAGE_PATHS:
                 self._is_users = False
             self._frames.append((character, None))
+            self._find_path()
         elif mark in _CLOSING and self._frames and self._frames[-1][0] == _CLOSING[mark]:
             self._frames.pop()
+            self._find_path()
         elif character == "," and self._frames:
-            self._frames[-1] = (self._frames[-1][0], None)
+            if self._frames[-1][0] == "{":
+                self._frames[-1] = ("{", None)
+                self._find_path()
         elif character != ":":
             self._num_marks = _SCANNED_MARKS
 
-    @property
-    def _path(self) -> str:
-        return "".join("[]" if kind == "[" else f".{name}" for kind, name in self._frames)[1:]
+    def _find_path(self) -> None:
+        self._path = "".join("[]" if kind == "[" else f".{name}" for kind, name in self._frames)[1:]
 
     def _start_string(self) -> None:
         self._string_start = self._position
         is_name = bool(self._frames) and self._frames[-1] == ("{", None)
-        path = self._path
-        if not is_name and path in self._paths and (not path.startswith(_MESSAGE_PATHS) or self._is_users):
+        if not is_name and self._path in self._paths and (not self._path.startswith(_MESSAGE_PATHS) or self._is_users):
             self._count = self._new_count()
 
     def _read_string(self, body: bytearray) -> bool:
@@ -97,7 +101,8 @@ class PromptScanner:
         kind, name = self._frames[-1] if self._frames else ("", "")
         if kind == "{" and name is None:
             self._frames[-1] = (kind, body[start : self._position].decode(errors="replace"))
-        elif self._path in [f"{path}.role" for path in _MESSAGE_PATHS]:
+            self._find_path()
+        elif self._path in _ROLE_PATHS:
             self._is_users = body[start : self._position] == b"user"
         self._position += 1
 

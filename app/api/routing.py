@@ -243,7 +243,7 @@ class ApiCall:
     async def forward(self, route: Route) -> Response:
         return await route.respond(ApiCall(route, self.request))
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytes | bytearray:
         """Return the body's bytes; none once a large body was parsed."""
         arrived: ArrivingBody | None = self.request.scope["state"].get(ARRIVED_BODY)
         return await self.request.body() if arrived is None else arrived.content
@@ -276,7 +276,7 @@ class ApiCall:
             raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
         return await self.translate(self._parse)
 
-    async def translate(self, function: Callable[[bytes], T]) -> T:
+    async def translate(self, function: Callable[[bytes | bytearray], T]) -> T:
         """Return the function's result for the body. A large body is translated in a thread, beside the event loop.
 
         Its memory is free for other bodies then: nothing reads it again.
@@ -289,7 +289,7 @@ class ApiCall:
             arrived.release()
         return result
 
-    def _parse(self, body: bytes) -> Body:
+    def _parse(self, body: bytes | bytearray) -> Body:
         if not body[:_SPACE_BYTES].strip() and not body.strip():
             raise InvalidRequest("The body is empty: send a JSON object.")
         assert self.route.body is not None, "the route has a body"

@@ -279,7 +279,7 @@ def _token_biases(biases: Mapping[str, float]) -> Iterator[tuple[int, float]]:
         yield int(name), bias
 
 
-def check_num_values(body: bytes) -> None:
+def check_num_values(body: bytes | bytearray) -> None:
     """Count the values of a JSON text, valid or not.
 
     A parser holds the interpreter until it has built every object: 14 s for a body of 16 MiB with four million lists.
@@ -303,7 +303,7 @@ def check_num_values(body: bytes) -> None:
         position = stop if quote < 0 else _end_of_string(body, quote + 1)
 
 
-def _end_of_string(body: bytes, position: int) -> int:
+def _end_of_string(body: bytes | bytearray, position: int) -> int:
     """Return the position after the string's closing quote, or the body's length if there is none."""
     while position < len(body):
         found = _STRING.match(body, position, position + _STEP_BYTES)
@@ -316,7 +316,7 @@ def _end_of_string(body: bytes, position: int) -> int:
     return len(body)
 
 
-def parse_body(model: type[BodyT], body: bytes, report: ReportIgnored | None = None) -> BodyT:
+def parse_body(model: type[BodyT], body: bytes | bytearray, report: ReportIgnored | None = None) -> BodyT:
     """Parse a body as `model`. Raises an `InvalidRequest` about the first error, or if it has too many values."""
     if len(body) > LOOP_BYTES:
         check_num_values(body)
@@ -331,7 +331,7 @@ def parse_body(model: type[BodyT], body: bytes, report: ReportIgnored | None = N
     return parsed
 
 
-def _foreign_body(model: type[Body], body: bytes) -> UnsupportedParameter | None:
+def _foreign_body(model: type[Body], body: bytes | bytearray) -> UnsupportedParameter | None:
     """Return the error of a body of another dialect, whose missing fields would mislead; None if it is not one."""
     if not any(b'"%b"' % name.encode() in body for name in model.FOREIGN):
         return None

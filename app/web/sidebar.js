@@ -91,12 +91,18 @@ export class Sidebar {
       return;
     }
     if (asked !== this.asked || isChanging()) return; // More was typed, or a row was opened, meanwhile.
+    const focused = this.list.contains(document.activeElement) && document.activeElement.closest("[data-id]")?.dataset.id;
     this.list.replaceChildren(...found.slice(0, this.most).map((each) => this.row(each)));
+    if (focused) this.entryOf(focused)?.focus();
     const more = () => ((this.most += MOST_SHOWN), this.refresh());
     if (found.length > this.most) this.note.replaceChildren(button(`Show more of ${found.length}`, more, { class: "quiet small" }));
     else this.note.textContent = found.length ? "Kept in this browser alone." : this.query.value ? "Nothing is found." : "There are none yet. They will be kept in this browser alone.";
     this.foot.hidden = !found.length && !this.query.value;
     this.mark(this.current);
+  }
+
+  entryOf(id) {
+    return this.list.querySelector(`[data-id="${CSS.escape(id)}"] .entry`);
   }
 
   row(conversation) {
@@ -128,7 +134,7 @@ export class Sidebar {
     const done = async (isKept) => {
       if (isKept) await rename(id, box.value);
       await this.refresh();
-      this.list.querySelector(`[data-id="${CSS.escape(id)}"] .entry`)?.focus();
+      this.entryOf(id)?.focus();
     };
     const onsubmit = (event) => (event.preventDefault(), done(true));
     const onkeydown = (event) => event.key === "Escape" && (event.stopPropagation(), done(false));
@@ -156,16 +162,18 @@ export class Sidebar {
     this.query.focus();
   }
 
-  async clear() {
+  /** Ask first. The question stands where no refresh of the list replaces it. */
+  clear() {
+    const actions = [...this.foot.childNodes];
+    const answer = () => (this.foot.replaceChildren(...actions), this.query.focus());
     const sure = button("Yes, delete all", async () => {
       await forgetAll();
       this.forgotten(null);
       this.query.value = "";
       await this.refresh();
-      this.query.focus();
+      answer();
     }, { class: "danger small" });
-    const no = button("No", () => this.refresh(), { class: "quiet small" });
-    this.note.replaceChildren("Delete all conversations of this browser? ", sure, " ", no);
+    this.foot.replaceChildren("Delete all conversations of this browser?", sure, button("No", answer, { class: "quiet small" }));
     sure.focus();
   }
 }

@@ -485,3 +485,27 @@ def test_a_late_refresh_of_the_list_leaves_an_open_row_alone(visit: Visits, deco
     page.clock.run_for(1000)
     page.get_by_label("Title").press("Enter")
     wait(page, lambda: rows(page) == ["About cake", "About bread", "Fruit"])
+
+
+def test_a_late_refresh_of_the_list_leaves_a_question_and_the_focus_alone(visit: Visits, decoder: LiveServer) -> None:
+    page = visit(decoder, viewport=WIDE)
+    page.clock.install()
+    answer_with(page, {"content": "A pear."})
+    send(page, "About apples")
+    wait_for_answers(page)
+    page.clock.run_for(1000)
+    wait(page, lambda: rows(page) == ["About apples"])
+    page.get_by_role("button", name="New", exact=True).click()
+    send(page, "About bread")
+    wait_for_answers(page)
+    page.get_by_role("button", name="Delete all").click()
+    entry = page.get_by_role("button", name="About apples", exact=True)
+    entry.focus()
+    page.clock.run_for(1000)
+    wait(page, lambda: rows(page) == ["About bread", "About apples"])
+    assert entry.evaluate("(it) => it === document.activeElement")
+    page.get_by_role("button", name="No", exact=True).click()
+    assert rows(page) == ["About bread", "About apples"]
+    page.get_by_role("button", name="Delete all").click()
+    page.get_by_role("button", name="Yes, delete all").click()
+    wait(page, lambda: rows(page) == [])

@@ -271,7 +271,7 @@ async def infer(call: ApiCall) -> Response:
     return await render_response(model.name, inference, result)
 
 
-def _parse_inference(model: ServedModel, head: bytes, tail: bytes | None, report: ReportIgnored) -> InferRequest:
+def _parse_inference(model: ServedModel, head: bytes | bytearray, tail: bytes | None, report: ReportIgnored) -> InferRequest:
     if isinstance(model, ServedDecoder):
         raise WrongModelKind(
             f"{model.name!r} generates text: use /v2/models/{model.name}/generate, or serve an encoder.", field="model"
@@ -329,7 +329,7 @@ async def _parse_generation(call: ApiCall) -> OipGenerateBody:
     return await call.translate(lambda body: _parse_body(body, call.report_ignored))
 
 
-def _parse_body(body: bytes, report: ReportIgnored) -> OipGenerateBody:
+def _parse_body(body: bytes | bytearray, report: ReportIgnored) -> OipGenerateBody:
     if not body.strip():
         raise InvalidRequest("The body is empty: send a JSON object with text_input.")
     return parse_body(OipGenerateBody, body, report)

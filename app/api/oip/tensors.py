@@ -222,7 +222,7 @@ class InferRequest:
         return bool(self.parameters.binary_data_output) if requested is None else requested
 
 
-def split_body(request: Request, body: bytes) -> tuple[bytes, bytes | None]:
+def split_body(request: Request, body: bytes | bytearray) -> tuple[bytes | bytearray, bytes | None]:
     """Return the JSON part of the body and the rest, which is None without the header for binary tensors."""
     declared = request.headers.get(HEADER)
     if declared is None:
@@ -234,10 +234,10 @@ def split_body(request: Request, body: bytes) -> tuple[bytes, bytes | None]:
         )
     if length > MAX_BODY_BYTES:
         raise BodyTooLarge(f"The JSON before binary tensors may have at most {MAX_BODY_BYTES} bytes.")
-    return body[:length], body[length:]
+    return body[:length], bytes(memoryview(body)[length:])
 
 
-def parse_infer_request(head: bytes, tail: bytes | None, report: ReportIgnored | None = None) -> InferRequest:
+def parse_infer_request(head: bytes | bytearray, tail: bytes | None, report: ReportIgnored | None = None) -> InferRequest:
     """Parse the body and check every tensor's datatype, shape and bytes for consistency.
 
     The model's own requirements are checked later.
