@@ -1,0 +1,253 @@
+"""Reads the values of config.json that describe a mixture of experts. Each public function is `DecoderFamily.read` of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app.errors import CheckpointInvalid
+from app.models.config_reader import ConfigReader
+from app.models.decoders.family import Fields
+from app.models.decoders.family_values import LATENT, LatentDefaults, convolutions, granite, known_texts, latent, refuse
+from app.models.decoders.layer_config import ExpertsConfig
+from app.models.decoders.rope import RopeConfig
+from armature_kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
+from armature_kernels.native.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
+
+
+def _checked(config: ConfigReader, experts: ExpertsConfig) -> Fields:
+    """Return the field of the experts. Raises `CheckpointInvalid` for numbers that are contradictory or too large."""
+    routing = experts.routing
+    if routing.num_experts > MAX_EXPERTS:
+        raise CheckpointInvalid(f"{config.where}: {routing.num_experts} experts are more than {MAX_EXPERTS}.")
+    groups, kept = routing.num_groups, routing.top_groups
+    if routing.num_experts % groups or kept > groups:
+        raise CheckpointInvalid(
+            f"{config.where}: {kept} of {groups} groups cannot be selected from {routing.num_experts} experts."
+        )
+    if groups > 1 and routing.group_rating == "two best" and routing.num_experts // groups < 2:
+        raise CheckpointInvalid(f"{config.where}: groups of experts must have two at least.")
+    if routing.top_k > routing.num_experts // groups * kept:
+        raise CheckpointInvalid(
+            f"{config.where}: {routing.top_k} experts of each token cannot be selected from"
+            f" {routing.num_experts // groups * kept}."
+        )
+    return {"experts": experts}
+
+
+def _everywhere(fields: Fields) -> tuple[bool, ...]:
+    return (True,) * int(fields["num_layers"])
+
+
+def _sparse_layers(config: ConfigReader, fields: Fields) -> tuple[bool, ...]:
+    step, dense = config.integer("decoder_sparse_step", 1), config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, Sequence):
+        raise CheckpointInvalid(f"{config.where}: mlp_only_layers must be a list of layers.")
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(fields["num_layers"]))
+
+
+def _routing(config: ConfigReader, number: str, count: int, top_k: int) -> Routing:
+    return Routing(
+        config.integer(number, count),
+        config.integer("num_experts_per_tok", top_k),
+        renormalize=config.boolean("norm_topk_prob", False),
+    )
+
+
+def mixtral(config: ConfigReader, fields: Fields) -> Fields:
+    routing = Routing(config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2))
+    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+
+
+def phimoe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Phi-3.5-MoE, of which its router always selects two, and the bias of the logits."""
+    refuse(config, "num_experts_per_tok", 2, "another number of experts of each token than two")
+    jitter = config.number("router_jitter_noise", 0.01)
+    routing = Routing(config.integer("num_local_experts", 16), 2, "sparsemixer", renormalize=False, jitter=jitter)
+    experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields))
+    return {**_checked(config, experts), "logits_bias": config.boolean("lm_head_bias", False)}
+
+
+def granite_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Granite: a softmax over the logits of the selected ones gives their weights."""
+    return {**granite(config, fields), **mixtral(config, fields)}
+
+
+def olmoe(config: ConfigReader, fields: Fields) -> Fields:
+    refuse(config, "clip_qkv", None, "clipping queries, keys and values")
+    routing = _routing(config, "num_experts", 64, 8)
+    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+
+
+def qwen2_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Qwen 1.5 and 2, with a gated shared expert, and the biases of attention."""
+    experts = ExpertsConfig(
+        _routing(config, "num_experts", 60, 4),
+        config.integer("moe_intermediate_size", 1408),
+        _sparse_layers(config, fields),
+        shared_size=config.integer("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )
+    return {**_checked(config, experts), "qkv_bias": config.boolean("qkv_bias", True)}
+
+
+def qwen3_moe(config: ConfigReader, fields: Fields) -> Fields:
+    size = config.integer("moe_intermediate_size", 768)
+    routing = _routing(config, "num_experts", 128, 8)
+    return _checked(config, ExpertsConfig(routing, size, _sparse_layers(config, fields)))
+
+
+def gpt_oss(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of gpt-oss, whose gates are clamped, and the biases of attention.
+
+    transformers writes YaRN even if config.json has no rotary embeddings.
+    """
+    refuse(config, "swiglu_alpha", SWIGLU_ALPHA, "another factor in the experts' gates than 1.702")
+    refuse(config, "swiglu_limit", SWIGLU_LIMIT, "another limit of the experts' gates than 7")
+    routing = Routing(config.integer("num_local_experts", 128), config.integer("num_experts_per_tok", 4))
+    experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields), router_bias=True)
+    bias = config.boolean("attention_bias", True)
+    found = {**_checked(config, experts), "qkv_bias": bias, "output_bias": bias}
+    if config.has("rope_parameters") or config.has("rope_scaling"):
+        return found
+    rope = RopeConfig(150_000.0, fields["head_dim"], "yarn", 32.0, 4096, truncate=False)
+    return {**found, "ropes": (rope,) * fields["num_layers"]}
+
+
+def _sigmoid_routing(
+    config: ConfigReader, count: int, top_k: int, scale: float, groups: tuple[int, int] = (1, 1)
+) -> Routing:
+    return Routing(
+        config.integer("n_routed_experts", count),
+        config.integer("num_experts_per_tok", top_k),
+        "sigmoid",
+        config.boolean("norm_topk_prob", True),
+        config.number("routed_scaling_factor", scale),
+        1e-20,
+        config.integer("n_group", groups[0]),
+        config.integer("topk_group", groups[1]),
+        "two best",
+    )
+
+
+def _experts_after(config: ConfigReader, fields: Fields, dense: int) -> tuple[bool, ...]:
+    first = config.integer("first_k_dense_replace", dense, at_least=0)
+    return tuple(layer >= first for layer in range(fields["num_layers"]))
+
+
+def ernie_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Ernie 4.5, which are in every so many layers of a range of them."""
+    refuse(config, "use_bias", False, "a bias in products around experts that have none")
+    size = config.integer("moe_intermediate_size", 1536)
+    routing = Routing(
+        config.integer("moe_num_experts", 64),
+        config.integer("moe_k", 6),
+        epsilon=config.number("moe_norm_min", 1e-12),
+    )
+    count, step = fields["num_layers"], config.integer("moe_layer_interval", 1)
+    first, last = config.integer("moe_layer_start_index", 1, at_least=0), config.values.get("moe_layer_end_index", -1)
+    last = count - 1 if last in (-1, None) else config.integer("moe_layer_end_index", at_least=0)
+    experts = ExpertsConfig(
+        routing,
+        size,
+        tuple((layer + 1) % step == 0 and first <= layer <= last for layer in range(count)),
+        shared_size=size * config.integer("moe_num_shared_experts", 2, at_least=0),
+        selection_bias=True,
+    )
+    return _checked(config, experts)
+
+
+def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of GLM 4.5, which begin after some dense layers, and the norms of queries and keys."""
+    size = config.integer("moe_intermediate_size", 1408)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 128, 8, 1.0),
+        size,
+        _experts_after(config, fields, 1),
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    norms = {} if config.boolean("use_qk_norm", False) else {"head_norm": None}
+    return {**_checked(config, experts), **norms}
+
+
+def lfm2_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the short convolutions of LFM2, and the experts, which begin after some dense layers."""
+    routing = Routing(
+        config.integer("num_experts", 32),
+        config.integer("num_experts_per_tok", 4),
+        "sigmoid",
+        config.boolean("norm_topk_prob", True),
+        config.number("routed_scaling_factor", 1.0),
+        1e-6,
+    )
+    dense = config.integer("num_dense_layers", 2, at_least=0)
+    experts = ExpertsConfig(
+        routing,
+        config.integer("moe_intermediate_size", 1792),
+        tuple(layer >= dense for layer in range(fields["num_layers"])),
+        selection_bias=config.boolean("use_expert_bias", True),
+    )
+    return {**_checked(config, experts), **convolutions(config, fields)}
+
+
+def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention and the experts of DeepSeek-V2, whose weights are not divided by their sum."""
+    refuse(
+        config,
+        "norm_topk_prob",
+        False,
+        "dividing the weights of experts by their sum, which implementations do differently,",
+    )
+    refuse(config, "scoring_func", "softmax", "another score of experts than softmax")
+    refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")
+    size, method = config.integer("moe_intermediate_size", 1407), config.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CheckpointInvalid(
+            f"{config.where}: topk_method {method!r} is not known; known are greedy and group_limited_greedy."
+        )
+    has_groups = method == "group_limited_greedy"
+    routing = Routing(
+        config.integer("n_routed_experts", 64),
+        config.integer("num_experts_per_tok"),
+        renormalize=False,
+        scale=config.number("routed_scaling_factor", 1.0),
+        num_groups=config.integer("n_group") if has_groups else 1,
+        top_groups=config.integer("topk_group") if has_groups else 1,
+    )
+    shared = size * config.integer("n_shared_experts", 2, at_least=0)
+    experts = ExpertsConfig(routing, size, _experts_after(config, fields, 0), shared)
+    return {**_checked(config, experts), **latent(config, fields, LATENT)}
+
+
+def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
+    refuse(config, "scoring_func", "sigmoid", "another score of experts than sigmoid")
+    refuse(config, "topk_method", "noaux_tc", "another selection of experts than noaux_tc")
+    refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")
+    size = config.integer("moe_intermediate_size", 2048)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 256, 8, 2.5, groups=(8, 4)),
+        size,
+        _experts_after(config, fields, 3),
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    return {**_checked(config, experts), **latent(config, fields, LATENT)}
+
+
+def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention and the experts of GLM 4.7 Flash."""
+    size, layers = config.integer("moe_intermediate_size", 1536), fields["num_layers"]
+    sparse = tuple(layer > 0 for layer in range(layers))
+    if config.has("mlp_layer_types"):
+        sparse = tuple(name == "sparse" for name in known_texts(config, "mlp_layer_types", layers, "dense sparse"))
+    elif config.has("first_k_dense_replace"):
+        sparse = _experts_after(config, fields, 1)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 64, 4, 1.8),
+        size,
+        sparse,
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    sizes = LatentDefaults(plain=192, value=256, query_rank=768)
+    return {**_checked(config, experts), **latent(config, fields, sizes)}
