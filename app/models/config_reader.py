@@ -56,7 +56,7 @@ _IMPLEMENTATION = (
     " deterministic_flash_attn reference_compile use_flash_attn fused_bias_fc fused_dropout_add_ln use_xentropy"
     " pad_vocab_size_multiple unpad_inputs use_memory_efficient_attention pack_qkv norm_type embedding_fraction"
     " learned_pos_emb use_flash_rotary tie_encoder_decoder pruned_heads is_decoder"
-    " max_cache_len cache_implementation"
+    " max_cache_len cache_implementation enable_moe_fp32_combine"
 )
 # Tokens, which the tokenizer's files and generation_config.json decide; eos_token_id is read with these.
 _TOKENS = (
@@ -72,8 +72,8 @@ _TOKENS = (
 _TENSORS = "tie_word_embeddings attention_bias mlp_bias use_bias"
 # Heads and layers that are not served: those that predict further tokens, answers or sums of a text.
 _HEADS = (
-    "num_nextn_predict_layers num_mtp_layers summary_type summary_use_proj summary_activation summary_proj_to_labels"
-    " summary_last_dropout decoder_bias classifier_bias classifier_pooling classifier_activation sinusoidal_pos_embds"
+    "num_nextn_predict_layers num_mtp_layers mtp_layer_types mtp_mlp_layer_types summary_type"
+    " summary_use_proj summary_activation summary_proj_to_labels summary_last_dropout decoder_bias classifier_bias classifier_pooling classifier_activation sinusoidal_pos_embds"
     " matryoshka_dimensions lora_adaptations lora_rank lora_dropout_p lora_alpha"
     " lora_main_params_trainable load_trained_adapters emb_pooler truncate_dim task_instructions"
 )

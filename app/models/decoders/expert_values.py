@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
-from app.models.decoders.family_values import LATENT, LatentDefaults, convolutions, granite, known_texts, latent, refuse
-from app.models.decoders.layer_config import ExpertsConfig
-from app.models.decoders.rope import RopeConfig
+from app.models.decoders.family_values import (
+    LATENT,
+    LatentDefaults,
+    convolutions,
+    exaone4,
+    granite,
+    granite_swa,
+    hunyuan,
+    known_texts,
+    latent,
+    refuse,
+    without_rope,
+)
+from app.models.decoders.layer_config import ExpertsConfig, NormConfig
+from app.models.decoders.rope import RopeConfig, parse_rope
 from armature_kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
 from armature_kernels.native.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 
@@ -45,11 +58,11 @@ def _sparse_layers(config: ConfigReader, fields: Fields) -> tuple[bool, ...]:
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(fields["num_layers"]))
 
 
-def _routing(config: ConfigReader, number: str, count: int, top_k: int) -> Routing:
+def _routing(config: ConfigReader, number: str, count: int, top_k: int, renormalize: bool = False) -> Routing:
     return Routing(
         config.integer(number, count),
         config.integer("num_experts_per_tok", top_k),
-        renormalize=config.boolean("norm_topk_prob", False),
+        renormalize=config.boolean("norm_topk_prob", renormalize),
     )
 
 
@@ -69,7 +82,14 @@ def phimoe(config: ConfigReader, fields: Fields) -> Fields:
 
 def granite_moe(config: ConfigReader, fields: Fields) -> Fields:
     """Read the experts of Granite: a softmax over the logits of the selected ones gives their weights."""
-    return {**granite(config, fields), **mixtral(config, fields)}
+    experts = replace(
+        mixtral(config, fields)["experts"], shared_size=config.integer("shared_intermediate_size", 0, at_least=0)
+    )
+    return {**granite(config, fields), "experts": experts}
+
+
+def granite_moe_swa(config: ConfigReader, fields: Fields) -> Fields:
+    return {**granite_moe(config, fields), **granite_swa(config, fields)}
 
 
 def olmoe(config: ConfigReader, fields: Fields) -> Fields:
@@ -113,14 +133,51 @@ def gpt_oss(config: ConfigReader, fields: Fields) -> Fields:
     return {**found, "ropes": (rope,) * fields["num_layers"]}
 
 
+def minimax_m2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of MiniMax-M2, and how many elements of a head are rotated."""
+    refuse(config, "scoring_func", "sigmoid", "another score of experts than sigmoid")
+    refuse(config, "use_qk_norm", True, "leaving out the norms of queries and keys")
+    routing = Routing(config.integer("num_local_experts", 256), config.integer("num_experts_per_tok", 8), "sigmoid")
+    experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields), selection_bias=True)
+    found = _checked(config, experts)
+    if config.has("rotary_dim"):
+        share = config.integer("rotary_dim") / fields["head_dim"]
+        rope = parse_rope(config, fields["head_dim"], 5_000_000.0, partial=share)
+        found["ropes"] = (rope,) * fields["num_layers"]
+    return found
+
+
+def hunyuan_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Hunyuan, whose numbers may be lists with one value for each layer."""
+    count, top_k = _same_everywhere(config, "num_experts", 1), _same_everywhere(config, "moe_topk", 1)
+    experts = ExpertsConfig(
+        Routing(count, top_k), fields["intermediate_size"], _everywhere(fields), shared_size=fields["intermediate_size"]
+    )
+    return {**_checked(config, experts), **hunyuan(config, fields)}
+
+
+def _same_everywhere(config: ConfigReader, name: str, default: int) -> int:
+    if not isinstance(config.values.get(name), list):
+        return config.integer(name, default)
+    numbers = set(config.integers(name))
+    if len(numbers) != 1:
+        raise CheckpointInvalid(f"{config.where}: {name} differs between layers, which is not offered.")
+    return numbers.pop()
+
+
 def _sigmoid_routing(
-    config: ConfigReader, count: int, top_k: int, scale: float, groups: tuple[int, int] = (1, 1)
+    config: ConfigReader,
+    count: int,
+    top_k: int,
+    scale: float,
+    groups: tuple[int, int] = (1, 1),
+    renormalize: bool = True,
 ) -> Routing:
     return Routing(
         config.integer("n_routed_experts", count),
         config.integer("num_experts_per_tok", top_k),
         "sigmoid",
-        config.boolean("norm_topk_prob", True),
+        config.boolean("norm_topk_prob", renormalize),
         config.number("routed_scaling_factor", scale),
         1e-20,
         config.integer("n_group", groups[0]),
@@ -130,6 +187,10 @@ def _sigmoid_routing(
 
 
 def _experts_after(config: ConfigReader, fields: Fields, dense: int) -> tuple[bool, ...]:
+    """Return which layers have experts: those that mlp_layer_types says, or all after some dense ones."""
+    if config.has("mlp_layer_types"):
+        types = known_texts(config, "mlp_layer_types", fields["num_layers"], "dense sparse")
+        return tuple(name == "sparse" for name in types)
     first = config.integer("first_k_dense_replace", dense, at_least=0)
     return tuple(layer >= first for layer in range(fields["num_layers"]))
 
@@ -236,18 +297,128 @@ def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
 
 def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:
     """Read latent attention and the experts of GLM 4.7 Flash."""
-    size, layers = config.integer("moe_intermediate_size", 1536), fields["num_layers"]
-    sparse = tuple(layer > 0 for layer in range(layers))
-    if config.has("mlp_layer_types"):
-        sparse = tuple(name == "sparse" for name in known_texts(config, "mlp_layer_types", layers, "dense sparse"))
-    elif config.has("first_k_dense_replace"):
-        sparse = _experts_after(config, fields, 1)
+    size = config.integer("moe_intermediate_size", 1536)
     experts = ExpertsConfig(
         _sigmoid_routing(config, 64, 4, 1.8),
         size,
-        sparse,
+        _experts_after(config, fields, 1),
         shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
         selection_bias=True,
     )
     sizes = LatentDefaults(plain=192, value=256, query_rank=768)
     return {**_checked(config, experts), **latent(config, fields, sizes)}
+
+
+def dots1(config: ConfigReader, fields: Fields) -> Fields:
+    size = config.integer("moe_intermediate_size", 1408)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 128, 6, 1.0, renormalize=False),
+        size,
+        _experts_after(config, fields, 0),
+        shared_size=size * config.integer("n_shared_experts", 2, at_least=0),
+        selection_bias=True,
+    )
+    return _checked(config, experts)
+
+
+def solar_open(config: ConfigReader, fields: Fields) -> Fields:
+    size = config.integer("moe_intermediate_size", 1280)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 128, 8, 1.0),
+        size,
+        _everywhere(fields),
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    return _checked(config, experts)
+
+
+def exaone_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the layers without rotary embeddings, as EXAONE 4 has them, and the experts."""
+    size = config.integer("moe_intermediate_size", 1024)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 64, 8, 2.5),
+        size,
+        _experts_after(config, fields, 1),
+        shared_size=size * config.integer("num_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    return {**_checked(config, experts), **exaone4(config, fields)}
+
+
+def hy_v3(config: ConfigReader, fields: Fields) -> Fields:
+    refuse(config, "mlp_bias", False, "a bias in products around experts that have none")
+    size = config.integer("moe_intermediate_size", 1536)
+    routing = Routing(
+        config.integer("num_experts", 192),
+        config.integer("num_experts_per_tok", 8),
+        "sigmoid",
+        scale=config.number("router_scaling_factor", 2.826),
+        epsilon=1e-20,
+    )
+    experts = ExpertsConfig(
+        routing,
+        size,
+        _experts_after(config, fields, 1),
+        shared_size=size * config.integer("num_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    return _checked(config, experts)
+
+
+def flex_olmo(config: ConfigReader, fields: Fields) -> Fields:
+    routing = _routing(config, "num_experts", 7, 5)
+    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+
+
+def mellum(config: ConfigReader, fields: Fields) -> Fields:
+    routing = _routing(config, "num_experts", 64, 8, renormalize=True)
+    size = config.integer("moe_intermediate_size", 896)
+    return _checked(config, ExpertsConfig(routing, size, _experts_after(config, fields, 0)))
+
+
+def cohere2_moe_slides(config: ConfigReader, layer: int) -> bool:
+    """Return True unless it is the last layer of a pattern; the first layers, without experts, have one of their own."""
+    dense = config.integer("first_k_dense_replace", 0, at_least=0)
+    if layer < dense:
+        return (layer + 1) % config.integer("prefix_dense_sliding_window_pattern", 1) != 0
+    return (layer - dense + 1) % config.integer("sliding_window_pattern", 4) != 0
+
+
+def cohere2_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Command A+, beside which shared ones are added or averaged.
+
+    Layers with a window have rotary embeddings, and the dense ones too if a pattern of one makes them full attention.
+    """
+    strategy = config.text("shared_expert_combination_strategy", "average")
+    scoring = config.text("expert_selection_fn", "softmax")
+    if strategy not in ("average", "sum") or scoring not in ("softmax", "sigmoid"):
+        raise CheckpointInvalid(
+            f"{config.where}: shared_expert_combination_strategy {strategy!r} or expert_selection_fn {scoring!r} is not known."
+        )
+    sparse, shared = _experts_after(config, fields, 0), config.integer("num_shared_experts", 0, at_least=0)
+    share = 0.5 if shared and strategy == "average" else 1.0
+    routing = Routing(
+        config.integer("num_experts", 8),
+        config.integer("num_experts_per_tok", 2),
+        "sigmoid" if scoring == "sigmoid" else "softmax",
+        config.boolean("norm_topk_prob", True) or scoring == "softmax",
+        scale=share,
+    )
+    size = fields["intermediate_size"]
+    dense_size = config.optional_integer("prefix_dense_intermediate_size") or size
+    experts = ExpertsConfig(routing, size, sparse, shared_size=size * shared, shared_scale=share)
+    always = config.integer("prefix_dense_sliding_window_pattern", 1) == 1
+    rotated = [
+        window is not None or (always and not one) for window, one in zip(fields["windows"], sparse, strict=True)
+    ]
+    norm = fields["norm"]
+    if config.has("rms_norm_eps"):
+        norm = NormConfig(eps=config.number("rms_norm_eps"))
+    return {
+        **_checked(config, experts),
+        "norm": norm,
+        "intermediate_size": dense_size,
+        "logit_scale": config.number("logit_scale", 0.0625),
+        "ropes": without_rope(fields["ropes"], rotated),
+    }

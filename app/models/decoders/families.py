@@ -197,6 +197,17 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     "GraniteForCausalLM": DecoderFamily(
         model_type="granite", title="Granite 3 (dense)", has_mlp_bias=True, read=values.granite
     ),
+    "GraniteSWAForCausalLM": DecoderFamily(
+        model_type="granite_swa",
+        title="Granite with sinks and windows",
+        window=128,
+        tie_embeddings=True,
+        eps=1e-5,
+        has_mlp_bias=True,
+        fields={"has_sinks": True},
+        slides=lambda config, layer: layer % 4 != 0,
+        read=values.granite_swa,
+    ),
     "HyperCLOVAXForCausalLM": DecoderFamily(
         model_type="hyperclovax",
         title="HyperCLOVA X",
@@ -401,7 +412,18 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
         *("Mamba", "FalconMamba", "FalconH1", "Jamba", "Zamba", "Bamba", "NemotronH", "GraniteMoeHybrid"),
     ),
     "recurrent layers with a state, such as linear attention": (
-        *("Rwkv", "RecurrentGemma", "Qwen3Next", "Qwen3_5", "MiniMax", "KimiLinear", "OlmoHybrid", "xLSTM"),
+        *(
+            "Rwkv",
+            "RecurrentGemma",
+            "Qwen3Next",
+            "Qwen3_5",
+            "MiniMaxFor",
+            "MiniMaxText",
+            "MiniMaxM1",
+            "KimiLinear",
+            "OlmoHybrid",
+            "xLSTM",
+        ),
     ),
     "an encoder that reads the text and a decoder that attends to it": (
         *("T5", "MT5", "UMT5", "Bart", "MBart", "Pegasus", "Marian", "BigBirdPegasus", "LED", "SwitchTransformers"),
@@ -416,10 +438,7 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     "chunked attention and experts that alternate with dense layers": ("Llama4",),
     "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "weights of one and a half bits": ("BitNet",),
-    "a mixture of experts of its own kind": (
-        *("GraniteMoeShared", "Dots1", "HunYuanMoE", "Cohere2Moe"),
-        *("FlexOlmo", "Jetmoe", "Dbrx", "ExaoneMoe"),
-    ),
+    "a mixture of experts of its own kind": (*("JetMoe", "Dbrx", "LongcatFlash"),),
 }
 
 

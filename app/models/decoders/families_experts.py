@@ -7,18 +7,28 @@ from typing import Any
 
 from app.models.decoders import expert_values as values
 from app.models.decoders.family import DecoderFamily
-from app.models.decoders.family_values import qwen_slides
+from app.models.decoders.family_values import exaone4_slides, qwen_slides
 from app.models.decoders.layer_config import HeadNormConfig, NormConfig
 
 _PER_HEAD = HeadNormConfig()
+_SHARED = {".mlp.shared_experts.": ".mlp.shared_expert."}
 # Until `read`, `head_dim` is the part of a head with rotary embeddings, which is what saved files call it too.
 _LATENT: Mapping[str, Any] = {
     "aliases": {"head_dim": "qk_rope_head_dim", "n_routed_experts": "num_local_experts"},
     "head_dim": 64,
-    "parts": {".mlp.shared_experts.": ".mlp.shared_expert."},
+    "parts": _SHARED,
     "has_more_layers": True,
 }
 _MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+_GRANITE_MOE = {
+    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+    "block_sparse_moe.router.layer.": "mlp.gate.",
+    "block_sparse_moe.router.": "mlp.gate.",
+    "block_sparse_moe.": "mlp.",
+    "shared_mlp.input_linear.": "mlp.shared_expert.gate_up_proj.",
+    "shared_mlp.output_linear.": "mlp.shared_expert.down_proj.",
+}
 
 EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
     "MixtralForCausalLM": DecoderFamily(
@@ -50,7 +60,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         eps=1e-5,
         interleaved=True,
         read=values.ernie_moe,
-        parts={".mlp.shared_experts.": ".mlp.shared_expert.", ".mlp.moe_statics.": ".mlp.gate."},
+        parts={**_SHARED, ".mlp.moe_statics.": ".mlp.gate."},
         ignored=("model.mtp_",),
     ),
     "Qwen2MoeForCausalLM": DecoderFamily(
@@ -83,11 +93,23 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         model_type="granitemoe",
         title="Granite 3 with experts",
         read=values.granite_moe,
-        parts={
-            "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
-            "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
-            "block_sparse_moe.router.layer.": "mlp.gate.",
-        },
+        parts=_GRANITE_MOE,
+    ),
+    "GraniteMoeSharedForCausalLM": DecoderFamily(
+        model_type="granitemoeshared",
+        title="Granite with a shared expert",
+        fields={"fused_gate_up": True},
+        read=values.granite_moe,
+        parts=_GRANITE_MOE,
+    ),
+    "GraniteMoeSWAForCausalLM": DecoderFamily(
+        model_type="granitemoe_swa",
+        title="Granite with experts, sinks and windows",
+        window=128,
+        fields={"fused_gate_up": True, "has_sinks": True},
+        slides=lambda config, layer: layer % 4 != 0,
+        read=values.granite_moe_swa,
+        parts=_GRANITE_MOE,
     ),
     "GptOssForCausalLM": DecoderFamily(
         model_type="gpt_oss",
@@ -111,8 +133,120 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         eps=1e-5,
         head_norm=_PER_HEAD,
         read=values.glm4_moe,
-        parts={".mlp.shared_experts.": ".mlp.shared_expert."},
+        parts=_SHARED,
         has_more_layers=True,
+    ),
+    "Dots1ForCausalLM": DecoderFamily(
+        model_type="dots1",
+        aliases={"n_routed_experts": "num_local_experts"},
+        title="dots.llm1",
+        window=4096,
+        head_norm=_PER_HEAD,
+        slides=lambda config, layer: layer >= config.integer("max_window_layers", 62, at_least=0),
+        read=values.dots1,
+        parts=_SHARED,
+    ),
+    "SolarOpenForCausalLM": DecoderFamily(
+        model_type="solar_open",
+        aliases={"n_routed_experts": "num_local_experts", "intermediate_size": "moe_intermediate_size"},
+        title="Solar Open",
+        head_dim=128,
+        theta=1_000_000.0,
+        eps=1e-5,
+        attention_biases="config_qkv",
+        read=values.solar_open,
+        parts=_SHARED,
+        has_more_layers=True,
+    ),
+    "MiniMaxM2ForCausalLM": DecoderFamily(
+        model_type="minimax_m2",
+        title="MiniMax-M2",
+        head_dim=128,
+        theta=5_000_000.0,
+        attention_biases="none",
+        head_norm=HeadNormConfig(scope="together"),
+        read=values.minimax_m2,
+        parts={**_MIXTRAL, ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
+        has_more_layers=True,
+    ),
+    "ExaoneMoeForCausalLM": DecoderFamily(
+        model_type="exaone_moe",
+        aliases={"n_routed_experts": "num_experts"},
+        title="K-EXAONE",
+        eps=1e-5,
+        window=4096,
+        attention_biases="none",
+        head_norm=_PER_HEAD,
+        slides=exaone4_slides,
+        read=values.exaone_moe,
+        parts={**_SHARED, ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
+        ignored=("mtp.",),
+    ),
+    "HunYuanMoEV1ForCausalLM": DecoderFamily(
+        model_type="hunyuan_v1_moe",
+        title="Hunyuan with experts (A13B)",
+        eps=1e-5,
+        head_norm=HeadNormConfig(after_rope=True),
+        read=values.hunyuan_moe,
+        parts={
+            ".mlp.gate.wg.": ".mlp.gate.",
+            ".mlp.shared_mlp.": ".mlp.shared_expert.",
+            ".query_layernorm.": ".q_norm.",
+            ".key_layernorm.": ".k_norm.",
+        },
+    ),
+    "HYV3ForCausalLM": DecoderFamily(
+        model_type="hy_v3",
+        title="Hunyuan 3",
+        head_dim=128,
+        theta=11_158_840.0,
+        eps=1e-5,
+        head_norm=_PER_HEAD,
+        read=values.hy_v3,
+        parts={
+            ".mlp.router.gate.": ".mlp.gate.",
+            ".mlp.expert_bias": ".mlp.gate.e_score_correction_bias",
+            ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+            ".mlp.shared_mlp.": ".mlp.shared_expert.",
+            **_SHARED,
+        },
+        has_more_layers=True,
+    ),
+    "FlexOlmoForCausalLM": DecoderFamily(
+        model_type="flex_olmo",
+        title="FlexOlmo",
+        theta=500_000.0,
+        head_norm=HeadNormConfig(scope="together"),
+        fields={"placement": "post"},
+        read=values.flex_olmo,
+    ),
+    "MellumForCausalLM": DecoderFamily(
+        model_type="mellum",
+        aliases={"num_experts": "num_local_experts"},
+        title="Mellum 2",
+        window=1024,
+        head_dim=128,
+        theta=500_000.0,
+        sliding_ropes=True,
+        local_theta=10_000.0,
+        head_norm=_PER_HEAD,
+        read=values.mellum,
+        ignored=("mtp.",),
+    ),
+    "Cohere2MoeForCausalLM": DecoderFamily(
+        model_type="cohere2_moe",
+        title="Command A with experts",
+        window=4096,
+        tie_embeddings=True,
+        head_dim=128,
+        interleaved=True,
+        norm=NormConfig("layer"),
+        norm_eps="layer_norm_eps",
+        eps=1e-5,
+        fields={"placement": "parallel", "shares_norm": True},
+        slides=values.cohere2_moe_slides,
+        read=values.cohere2_moe,
+        parts=_SHARED,
     ),
     "DeepseekV2ForCausalLM": DecoderFamily(
         model_type="deepseek_v2",

@@ -51,7 +51,7 @@ def _learned_positions(config: ConfigReader, fields: Fields, first: int = 0) -> 
     }
 
 
-def _without_rope(ropes: Sequence[RopeConfig | None], kept: Sequence[bool]) -> tuple[RopeConfig | None, ...]:
+def without_rope(ropes: Sequence[RopeConfig | None], kept: Sequence[bool]) -> tuple[RopeConfig | None, ...]:
     return tuple(rope if keeps else None for rope, keeps in zip(ropes, kept, strict=True))
 
 
@@ -69,7 +69,7 @@ def smollm3_slides(config: ConfigReader, layer: int) -> bool:
 
 def smollm3(config: ConfigReader, fields: Fields) -> Fields:
     kept = [_has_rope(config, layer) for layer in range(fields["num_layers"])]
-    return {"ropes": _without_rope(fields["ropes"], kept)}
+    return {"ropes": without_rope(fields["ropes"], kept)}
 
 
 def _has_rope(config: ConfigReader, layer: int) -> bool:
@@ -87,6 +87,17 @@ def granite(config: ConfigReader, fields: Fields) -> Fields:
         "residual_multiplier": config.number("residual_multiplier", 1.0),
         "logit_scale": 1.0 / config.number("logits_scaling", 1.0),
     }
+
+
+def granite_swa(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the rotary embeddings of each layer; those of base 0 are none."""
+    if not config.has("layer_rope_theta"):
+        return granite(config, fields)
+    bases = config.numbers("layer_rope_theta", fields["num_layers"])
+    ropes = [
+        rope and replace(rope, theta=base) if base else None for rope, base in zip(fields["ropes"], bases, strict=True)
+    ]
+    return {**granite(config, fields), "ropes": tuple(ropes)}
 
 
 def gemma(config: ConfigReader, fields: Fields) -> Fields:
@@ -218,7 +229,7 @@ def exaone4(config: ConfigReader, fields: Fields) -> Fields:
     """Leave layers of full attention without rotary embeddings, if others have a window."""
     if not config.has("sliding_window") and "sliding_window" in config.values:
         return {}
-    return {"ropes": _without_rope(fields["ropes"], [window is not None for window in fields["windows"]])}
+    return {"ropes": without_rope(fields["ropes"], [window is not None for window in fields["windows"]])}
 
 
 def exaone4_slides(config: ConfigReader, layer: int) -> bool:
@@ -308,7 +319,7 @@ def cohere2(config: ConfigReader, fields: Fields) -> Fields:
     kept = [window is not None for window in fields["windows"]]
     return {
         "logit_scale": config.number("logit_scale", 0.0625),
-        "ropes": _without_rope(fields["ropes"], kept),
+        "ropes": without_rope(fields["ropes"], kept),
     }
 
 

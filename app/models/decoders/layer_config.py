@@ -92,7 +92,7 @@ class ExpertsConfig:
     """A mixture of experts in place of the MLP of some layers: gated MLPs with an inner size of `size`.
 
     Every token also passes a shared expert of `shared_size`, unless that is 0; with `shared_gate` its result is
-    multiplied by the sigmoid of a further output of the router. With `selection_bias` a stored bias is added to the
+    multiplied by the sigmoid of a further output of the router, else by `shared_scale`. With `selection_bias` a stored bias is added to the
     scores for the selection only. `router_bias`: the router's product has a bias.
     """
 
@@ -101,5 +101,6 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     shared_size: int = 0
     shared_gate: bool = False
+    shared_scale: float = 1.0
     selection_bias: bool = False
     router_bias: bool = False

@@ -182,10 +182,11 @@ def mlp_name(config: ModelConfig, layer: int) -> str | None:
 
 
 def up_sources(config: ModelConfig, mlp: str = "mlp") -> tuple[str, ...]:
-    """Return the names in a layer of the tensors of the first product of an MLP."""
+    """Return the names in a layer of the tensors of the first product of an MLP; experts are fused in stacks only."""
     if not config.is_gated:
         return (f"{mlp}.up_proj",)
-    return (f"{mlp}.gate_up_proj",) if config.fused_gate_up else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+    is_fused = config.fused_gate_up and ".experts." not in mlp
+    return (f"{mlp}.gate_up_proj",) if is_fused else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
 
 
 def norms_of(config: ModelConfig) -> tuple[str, ...]:
@@ -309,7 +310,7 @@ def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
 def _one_mlp(config: ModelConfig, name: str, inner: int) -> Iterator[tuple[str, Shape]]:
     outer = config.hidden_size
     for source in up_sources(config, name):
-        yield from _linear(source, 2 * inner if config.fused_gate_up else inner, outer, config.mlp_bias)
+        yield from _linear(source, 2 * inner if source.endswith(".gate_up_proj") else inner, outer, config.mlp_bias)
     if config.activation == "xielu":
         yield f"{name}.act_fn.alpha_p", (1,)
         yield f"{name}.act_fn.alpha_n", (1,)
