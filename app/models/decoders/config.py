@@ -55,6 +55,7 @@ class ModelConfig:
     hidden states, `head_norm` those of queries and keys. `shares_norm`: the two branches of a parallel layer have the same
     norm. `is_gated`: act(gate x) * up x instead of act(up x). `fused_qkv` and `fused_gate_up`: the checkpoint holds them as
     one tensor each. `num_positions`: learned positions, from row `first_position` of their table; 0: none.
+    `sinusoids`: that table is computed.
     `interleaved_rope`: the checkpoint orders the rows of queries and keys for a rotation of neighbours. `experts`: the mixture
     of experts that some layers have; `intermediate_size` is that of the other layers. `latent`:
     attention is latent, and `head_dim` is the size of a head of queries and keys. `convolution`: some layers have a short
@@ -95,6 +96,7 @@ class ModelConfig:
     interleaved_rope: bool = False
     num_positions: int = 0
     first_position: int = 0
+    sinusoids: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0

@@ -309,6 +309,16 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         activation=("hidden_act", "relu2"),
         fields={"is_gated": False},
     ),
+    "NanoChatForCausalLM": DecoderFamily(
+        model_type="nanochat",
+        title="nanochat",
+        norm=NormConfig(has_weight=False),
+        head_norm=HeadNormConfig(after_rope=True, has_weight=False),
+        activation=("hidden_act", "relu2"),
+        fields={"is_gated": False, "embedding_norm": True},
+        read=values.nanochat,
+        names=layer_names("model.layers", {"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"}),
+    ),
     "ApertusForCausalLM": DecoderFamily(
         model_type="apertus",
         title="Apertus",

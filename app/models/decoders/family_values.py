@@ -145,6 +145,14 @@ def hyperclovax(config: ConfigReader, fields: Fields) -> Fields:
     }
 
 
+def nanochat(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the cap of the logits; heads are rotated backwards."""
+    return {
+        "logit_softcap": _cap(config, "final_logit_softcapping", 15.0),
+        "ropes": tuple(rope and replace(rope, backwards=True) for rope in fields["ropes"]),
+    }
+
+
 def ministral3(config: ConfigReader, fields: Fields) -> Fields:
     """Limit the context to the original one, where queries are not scaled by their position."""
     section = config.section("rope_parameters")
@@ -386,6 +394,40 @@ def gpt2(config: ConfigReader, fields: Fields) -> Fields:
     refuse(config, "add_cross_attention", False, "attention to an encoder")
     scale = fields["attention_scale"] if config.boolean("scale_attn_weights", True) else 1.0
     return {**_learned_positions(config, fields), "attention_scale": scale}
+
+
+def gpt_bigcode(config: ConfigReader, fields: Fields) -> Fields:
+    multi_query = config.boolean("multi_query", True)
+    return {
+        **gpt2(config, fields),
+        "num_kv_heads": 1 if multi_query else fields["num_heads"],
+        "qkv_layout": "stacked" if multi_query else "grouped",
+    }
+
+
+def codegen(config: ConfigReader, fields: Fields) -> Fields:
+    if fields["num_heads"] % 4:
+        raise CheckpointInvalid(f"{config.where}: {fields['num_heads']} heads cannot be in the four parts of CodeGen.")
+    return gptj(config, fields)
+
+
+def biogpt(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the learned positions; norms have the epsilon of torch, whatever layer_norm_eps says."""
+    config.number("layer_norm_eps", 1e-12)
+    scale = fields["hidden_size"] ** 0.5 if config.boolean("scale_embedding", True) else 1.0
+    return {
+        **_learned_positions(config, fields, first=2),
+        "embedding_scale": scale,
+        "norm": NormConfig("layer", 1e-5, has_bias=True),
+    }
+
+
+def xglm(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the computed positions, of which the first two are for padding."""
+    refuse(config, "add_cross_attention", False, "attention to an encoder")
+    if fields["hidden_size"] % 2:
+        raise CheckpointInvalid(f"{config.where}: an odd d_model is not offered.")
+    return {**biogpt(config, fields), "sinusoids": True}
 
 
 def gpt_neo(config: ConfigReader, fields: Fields) -> Fields:

@@ -101,8 +101,12 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.norm.eps, self.dtype, group)
 
     def overwrite(self, hidden: Tensor) -> None:
-        """Overwrite hidden [tokens, size] FP32 by its norm. Only a LayerNorm can do that."""
-        assert self.norm.kind == "layer", "no family has an RMSNorm after its embeddings"
+        """Overwrite hidden [tokens, size] FP32 by its norm."""
+        if self.norm.kind == "rms":
+            result = self(hidden)
+            assert isinstance(result, Tensor), "a norm that feeds no product returns a tensor"
+            copy_rows(hidden, result)
+            return
         layer_norm_in_place(hidden, (self.weight, self.bias, self.norm.eps))
 
     def add_to(self, hidden: Tensor, x: Tensor) -> None:
@@ -116,7 +120,7 @@ class HeadNorm(nn.Module):
 
     def __init__(self, source: str, norm: HeadNormConfig, heads: int, head_dim: int) -> None:
         super().__init__()
-        self.source, self.norm, self.kinds = source, norm, ("weight",)
+        self.source, self.norm, self.kinds = source, norm, ("weight",) * norm.has_weight
         self.weight = nn.Parameter(torch.empty(norm.num_weights(heads, head_dim)), requires_grad=False)
 
     def set_weight(self, tensor: Tensor) -> None:
