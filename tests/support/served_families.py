@@ -110,6 +110,37 @@ _YARN = {
     "beta_slow": 1,
 }
 
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_MISTRAL4 = {
+    **_DEEPSEEK,
+    "v_head_dim": 16,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
+_MINISTRAL3 = {**TINY, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}, "tie_word_embeddings": True}
+
+
+_MROPE = {
+    **_NO_HEAD_DIM,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 5000.0},
+}
+_QWEN_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "intermediate_size": 16}
+
+
+def _mistral3(kind: str, text: dict[str, Any]) -> dict[str, Any]:
+    vision = {**_VISION, "head_dim": 8, "model_type": "pixtral"}
+    return {"text_config": {**text, "model_type": kind}, "vision_config": vision, "tie_word_embeddings": False}
+
+
 _GEMMA3N = {
     **TINY,
     **_WINDOW,
@@ -139,14 +170,7 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {**TINY, **_GEMMA},
     "Gemma3ForConditionalGeneration": {
         "text_config": {**TINY, **_GEMMA, "num_hidden_layers": 7},
-        "vision_config": {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
+        "vision_config": _VISION,
         "mm_tokens_per_image": 4,
     },
     "Gemma3nForCausalLM": _GEMMA3N,
@@ -160,6 +184,19 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Exaone4ForCausalLM": {**TINY, **_WINDOW},
     "MinistralForCausalLM": {**TINY, **_WINDOW},
     "Ministral3ForCausalLM": {**TINY, **_WINDOW},
+    "Mistral3ForConditionalGeneration": _mistral3("mistral", {**TINY, **_WINDOW}),
+    "Mistral3ForConditionalGeneration/ministral3": _mistral3("ministral3", _MINISTRAL3),
+    "Mistral3ForConditionalGeneration/mistral4": _mistral3("mistral4", _MISTRAL4),
+    "Mistral4ForCausalLM": _MISTRAL4,
+    "Qwen2VLForConditionalGeneration": {"text_config": _MROPE, "vision_config": _QWEN_VISION},
+    "Qwen2_5_VLForConditionalGeneration": {
+        "text_config": _MROPE,
+        "vision_config": {**_QWEN_VISION, "hidden_size": 16, "out_hidden_size": 32},
+    },
+    "Qwen3VLForConditionalGeneration": {
+        "text_config": {**_MROPE, "head_dim": 8},
+        "vision_config": {**_QWEN_VISION, "hidden_size": 16, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    },
     "SeedOssForCausalLM": {**TINY, "attention_bias": True, "attention_out_bias": False},
     "Ernie4_5ForCausalLM": {**TINY, "use_bias": True},
     "HunYuanDenseV1ForCausalLM": {**TINY, "attention_bias": True},
@@ -400,7 +437,7 @@ def write_family(directory: Path, architecture: str, values: Mapping[str, Any], 
         write_family(directory / TEXT_HALF, TEXT_HALVES[architecture], values["text_config"], seed)
         _write_whole(directory, architecture)
         return
-    kind = getattr(transformers, architecture)
+    kind = getattr(transformers, architecture.partition("/")[0])
     torch.manual_seed(seed)
     model = kind(kind.config_class(**values)).eval()
     with torch.no_grad():
@@ -446,7 +483,7 @@ def expected_logits(directory: Path, architecture: str, prompt: list[int]) -> Te
 
     if architecture in TEXT_HALVES:
         architecture, directory = TEXT_HALVES[architecture], directory / TEXT_HALF
-    kind = getattr(transformers, architecture)
+    kind = getattr(transformers, architecture.partition("/")[0])
     model = kind.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()

@@ -185,7 +185,10 @@ def _unscaled_branches(fields: Fields) -> ModelConfig:
 
 
 def decoder_architecture(values: Mapping[str, Any]) -> str:
-    """Return the first supported name in `architectures`, or the family of `model_type` if there is none."""
+    """Return the first supported name in `architectures`, or the family of `model_type` if there is none.
+
+    A class whose text model can be one of several has a row for each of them: the name, a slash, the type of the text model.
+    """
     names = values.get("architectures") or [
         name for name, family in DECODER_FAMILIES.items() if family.model_type == values.get("model_type")
     ]
@@ -198,12 +201,14 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
             "config.json: use_bidirectional_attention makes this decoder an encoder. It is served for embeddings with the architecture"
             " of its plain Model, or with a modules.json."
         )
-    return known[0]
+    inner = values.get("text_config")
+    of_text = f"{known[0]}/{inner.get('model_type')}" if isinstance(inner, Mapping) else ""
+    return of_text if of_text in DECODER_FAMILIES else known[0]
 
 
 def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigReader:
     config = ConfigReader(values)
-    if family.text_config is not None:
+    if family.text_config is not None and config.has(family.text_config):
         inner = config.section(family.text_config)
         # The embeddings are tied if either place says so: transformers writes it to one of them.
         shared = {name: values[name] for name in ("tie_word_embeddings",) if name in values}

@@ -18,6 +18,7 @@ from app.models.decoders.family_values import (
     hunyuan,
     known_texts,
     latent,
+    ministral3,
     refuse,
     without_rope,
 )
@@ -293,6 +294,26 @@ def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
         selection_bias=True,
     )
     return {**_checked(config, experts), **latent(config, fields, LATENT)}
+
+
+def mistral4(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention and the experts of Mistral 4, whose `head_dim` is the size of a whole head."""
+    size, rotated = config.integer("moe_intermediate_size", 2048), config.integer("qk_rope_head_dim", 64)
+    routing = replace(_sigmoid_routing(config, 128, 4, 1.0), scoring="softmax")
+    experts = ExpertsConfig(
+        routing,
+        size,
+        _experts_after(config, fields, 0),
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+    )
+    ropes = tuple(replace(rope, dim=rotated) for rope in fields["ropes"])
+    sizes = LatentDefaults(plain=64, rank=256, query_rank=1024)
+    return {
+        **_checked(config, experts),
+        **ministral3(config, fields),
+        "ropes": ropes,
+        **latent(config, {**fields, "head_dim": rotated, "ropes": ropes}, sizes),
+    }
 
 
 def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:

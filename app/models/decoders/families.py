@@ -31,12 +31,32 @@ _GEMMA3 = DecoderFamily(
     read=values.gemma3,
     embeds=True,
 )
-# Names of the text half of a model that also reads pictures or sounds.
-_GEMMA_TEXT = {
+# Names of the text half of a model that also reads pictures or sounds, and of the other halves.
+_TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
+_OTHER_HALVES = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector", "visual")
+)
+
+
+def _text_half(family: DecoderFamily, model_type: str, title: str) -> DecoderFamily:
+    """Return the family of models of which only the text half is served: a decoder of this family."""
+    return replace(
+        family,
+        model_type=model_type,
+        title=title,
+        text_config="text_config",
+        prefixes=_TEXT_PREFIXES,
+        ignored=(*_OTHER_HALVES, *family.ignored),
+        embeds=False,
+    )
+
+
 _GEMMA3N = DecoderFamily(
     model_type="gemma3n_text",
     title="Gemma 3n, its text model alone",
@@ -81,6 +101,42 @@ _LFM2 = DecoderFamily(
     },
 )
 
+_MISTRAL = DecoderFamily(
+    model_type="mistral",
+    title="Mistral",
+    window=4096,
+    attention_biases="none",
+    slides=lambda config, layer: True,
+    embeds=True,
+)
+_MINISTRAL3 = DecoderFamily(
+    model_type="ministral3",
+    title="Ministral 3, up to the context it was first trained with",
+    eps=1e-5,
+    head_dim=128,
+    theta=1_000_000.0,
+    attention_biases="none",
+    slides=lambda config, layer: True,
+    read=values.ministral3,
+)
+_QWEN2 = DecoderFamily(
+    model_type="qwen2",
+    title="Qwen 2 and 2.5",
+    window=4096,
+    attention_biases="qkv",
+    slides=values.qwen_slides,
+    embeds=True,
+)
+_QWEN3 = DecoderFamily(
+    model_type="qwen3",
+    title="Qwen 3",
+    window=4096,
+    head_dim=128,
+    head_norm=_PER_HEAD,
+    slides=values.qwen_slides,
+    embeds=True,
+)
+
 # The defaults are those of transformers' configuration classes, which omit default values from a saved config.json.
 DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     "LlamaForCausalLM": DecoderFamily(
@@ -89,31 +145,9 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         has_mlp_bias=True,
         embeds=True,
     ),
-    "MistralForCausalLM": DecoderFamily(
-        model_type="mistral",
-        title="Mistral",
-        window=4096,
-        attention_biases="none",
-        slides=lambda config, layer: True,
-        embeds=True,
-    ),
-    "Qwen2ForCausalLM": DecoderFamily(
-        model_type="qwen2",
-        title="Qwen 2 and 2.5",
-        window=4096,
-        attention_biases="qkv",
-        slides=values.qwen_slides,
-        embeds=True,
-    ),
-    "Qwen3ForCausalLM": DecoderFamily(
-        model_type="qwen3",
-        title="Qwen 3",
-        window=4096,
-        head_dim=128,
-        head_norm=_PER_HEAD,
-        slides=values.qwen_slides,
-        embeds=True,
-    ),
+    "MistralForCausalLM": _MISTRAL,
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": _QWEN3,
     "Phi3ForCausalLM": DecoderFamily(
         model_type="phi3",
         title="Phi-3, Phi-4",
@@ -147,32 +181,9 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         embeds=True,
     ),
     "Gemma3ForCausalLM": _GEMMA3,
-    # The text half of a model that also reads pictures, which it does not here.
-    "Gemma3ForConditionalGeneration": replace(
-        _GEMMA3,
-        model_type="gemma3",
-        title="Gemma 3 (4B and larger), text only",
-        text_config="text_config",
-        prefixes=_GEMMA_TEXT,
-        ignored=(
-            *("vision_tower.", "multi_modal_projector."),
-            *("model.vision_tower.", "model.multi_modal_projector."),
-        ),
-        embeds=False,
-    ),
+    "Gemma3ForConditionalGeneration": _text_half(_GEMMA3, "gemma3", "Gemma 3 (4B and larger), text only"),
     "Gemma3nForCausalLM": _GEMMA3N,
-    "Gemma3nForConditionalGeneration": replace(
-        _GEMMA3N,
-        model_type="gemma3n",
-        title="Gemma 3n, text only",
-        text_config="text_config",
-        prefixes=_GEMMA_TEXT,
-        ignored=tuple(
-            f"{prefix}{part}."
-            for prefix in ("", "model.")
-            for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
-        ),
-    ),
+    "Gemma3nForConditionalGeneration": _text_half(_GEMMA3N, "gemma3n", "Gemma 3n, text only"),
     "GemmaForCausalLM": DecoderFamily(
         model_type="gemma",
         title="Gemma 1",
@@ -267,16 +278,19 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         attention_biases="none",
         slides=lambda config, layer: True,
     ),
-    "Ministral3ForCausalLM": DecoderFamily(
-        model_type="ministral3",
-        title="Ministral 3, up to the context it was first trained with",
-        eps=1e-5,
-        head_dim=128,
-        theta=1_000_000.0,
-        attention_biases="none",
-        slides=lambda config, layer: True,
-        read=values.ministral3,
+    "Ministral3ForCausalLM": _MINISTRAL3,
+    "Mistral3ForConditionalGeneration": _text_half(_MISTRAL, "mistral3", "Mistral Small 3, text only"),
+    "Mistral3ForConditionalGeneration/ministral3": _text_half(
+        _MINISTRAL3, "mistral3", "Ministral 3, text only, up to the context it was first trained with"
     ),
+    "Mistral3ForConditionalGeneration/mistral4": _text_half(
+        EXPERT_FAMILIES["Mistral4ForCausalLM"],
+        "mistral3",
+        "Mistral Small 4, text only, up to the context it was first trained with",
+    ),
+    "Qwen2VLForConditionalGeneration": _text_half(_QWEN2, "qwen2_vl", "Qwen2-VL, text only"),
+    "Qwen2_5_VLForConditionalGeneration": _text_half(_QWEN2, "qwen2_5_vl", "Qwen2.5-VL, text only"),
+    "Qwen3VLForConditionalGeneration": _text_half(_QWEN3, "qwen3_vl", "Qwen3-VL, text only"),
     "SeedOssForCausalLM": DecoderFamily(
         model_type="seed_oss", title="Seed-OSS", head_dim=128, has_mlp_bias=True, read=values.seed_oss
     ),
@@ -441,7 +455,7 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "speech": ("Whisper", "Speech", "Wav2Vec", "Voxtral", "Moshi", "Qwen2Audio"),
     "pictures": (
-        *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Llava", "Idefics", "PaliGemma", "Mllama", "InternVL", "Mistral3"),
+        *("Qwen3VLMoe", "Llava", "Idefics", "PaliGemma", "Mllama", "InternVL"),
         *("SmolVLM", "Gemma4", "Phi4Multimodal", "DeepseekVL", "Ovis", "Molmo", "Glm4v", "Pixtral", "Qwen2_5Omni"),
         *("Lfm2Vl", "Lfm3Vl"),
     ),

@@ -261,6 +261,12 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         read=values.deepseek_v3,
         **_LATENT,
     ),
+    "Mistral4ForCausalLM": DecoderFamily(
+        model_type="mistral4",
+        title="Mistral Small 4, up to the context it was first trained with",
+        read=values.mistral4,
+        **{**_LATENT, "head_dim": 128, "aliases": {"n_routed_experts": "num_local_experts"}},
+    ),
     "Glm4MoeLiteForCausalLM": DecoderFamily(
         model_type="glm4_moe_lite",
         title="GLM 4.7 Flash",
