@@ -63,12 +63,14 @@ _IMPLEMENTATION = (
 # Tokens, which the tokenizer's files and generation_config.json decide; eos_token_id is read with these.
 _TOKENS = (
     "bos_token_id eos_token_id pad_token_id eod_token_id sep_token_id cls_token_id mask_token_id unk_token_id"
-    " decoder_start_token_id image_token_index image_token_id boi_token_index eoi_token_index boi_token_id eoi_token_id audio_token_id"
-    " boa_token_id eoa_token_id eoa_token_index mm_tokens_per_image vision_soft_tokens_per_image audio_soft_tokens_per_image"
-    " suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids max_length min_length"
-    " video_token_id vision_start_token_id vision_end_token_id do_sample temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams"
-    " num_beam_groups diversity_penalty num_return_sequences early_stopping encoder_no_repeat_ngram_size prefix"
-    " remove_invalid_values exponential_decay_length_penalty return_dict_in_generate output_scores"
+    " decoder_start_token_id image_token_index image_token_id boi_token_index eoi_token_index boi_token_id"
+    " eoi_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index mm_tokens_per_image"
+    " vision_soft_tokens_per_image audio_soft_tokens_per_image suppress_tokens begin_suppress_tokens"
+    " forced_bos_token_id forced_eos_token_id bad_words_ids max_length min_length video_token_id"
+    " vision_start_token_id vision_end_token_id do_sample temperature top_k top_p typical_p repetition_penalty"
+    " length_penalty no_repeat_ngram_size num_beams num_beam_groups diversity_penalty num_return_sequences"
+    " early_stopping encoder_no_repeat_ngram_size prefix remove_invalid_values exponential_decay_length_penalty"
+    " return_dict_in_generate output_scores"
 )
 # The tensors show them: one that is not expected, or that is missing, is refused.
 _TENSORS = "tie_word_embeddings attention_bias mlp_bias use_bias"
