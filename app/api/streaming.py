@@ -164,7 +164,8 @@ class EventStreamResponse(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._direct is not None:
             self._direct.write = scope.get("extensions", {}).get(DIRECT_WRITE)
-        await super().__call__(scope, receive, send)
+        # Not `super().__call__`, whose tasks watch for a disconnect: `RequestGate` does that.
+        await self.stream_response(send)
 
     async def stream_response(self, send: Send) -> None:
         try:
