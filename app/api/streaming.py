@@ -266,6 +266,11 @@ class CollectedCompletion:
             choice.finished = event
             self.usage = event.usage
 
+    def add_directly(self, delta: TextDelta | bytes) -> bool:
+        if isinstance(delta, TextDelta):
+            self.add(delta)
+        return True
+
     @property
     def choices(self) -> list[CollectedChoice]:
         return [self.by_index[index] for index in sorted(self.by_index)]
@@ -274,9 +279,15 @@ class CollectedCompletion:
         return server_timing(choice.finished.timings for choice in self.choices if choice.finished)
 
 
-async def collect(stream: GenerationStream) -> CollectedCompletion:
-    """Read the stream to its end. Exceptions of the stream are raised."""
+def _plain_delta(text: str, token_ids: Sequence[int]) -> TextDelta:
+    return TextDelta(0, text, tuple(token_ids))
+
+
+async def collect(stream: GenerationStream, direct: DirectOutput | None = None) -> CollectedCompletion:
+    """Read the stream to its end; plain tokens may come by `direct`. Exceptions of the stream are raised."""
     completion = CollectedCompletion()
+    if direct is not None:
+        direct.frame, direct.write = _plain_delta, completion.add_directly
     async for event in stream:
         completion.add(event)
     return completion
@@ -327,7 +338,7 @@ async def respond(
     """
     headers = generation.headers
     if not generation.streams:
-        completion = await collect(stream)
+        completion = await collect(stream, direct)
         return JSONResponse(generation.form.whole(completion), headers={**completion.headers(), **headers})
     started = await wait_for_first_token(stream, direct, encoding.encode)
     events = encode_events(generation.form.events(started), encoding)
