@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import uuid
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -34,6 +33,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from app.api.connection_limits import ConnectionLimits, client_network
 from app.api.errors import NATIVE_ERRORS, HttpError
 from app.api.middleware import DEPARTURE, Departure
+from app.api.routing import new_id
 from app.api.streaming import DIRECT_WRITE
 
 log = logging.getLogger(__name__)
@@ -369,7 +369,7 @@ class BoundedProtocol(HttpToolsProtocol):
             "content-type": "application/json",
             "content-length": str(len(body)),
             "connection": "close",
-            "x-request-id": uuid.uuid4().hex,
+            "x-request-id": new_id(),
             **error.headers,
         }
         lines = [

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api.access import NO_RULES, AccessControl, header
 from app.api.bodies import ArrivingBody, BodyCheck, BodyMemory, ClientDisconnected
 from app.api.errors import NATIVE_ERRORS, ErrorFormat, to_http_error
-from app.api.routing import ARRIVED_BODY
+from app.api.routing import ARRIVED_BODY, new_id
 from app.api.streaming import format_sse
 from app.errors import BodyTooLarge, RequestError, ServiceStopping
 from app.service.request_log import CLIENT_REQUEST, ClientRequest, log_request, request_level
@@ -187,7 +186,7 @@ class ResponseSender:
 
     def __init__(self, scope: Scope, send: Send, error_format: Callable[[str], ErrorFormat]) -> None:
         offered = header(scope, b"x-request-id")
-        self.request_id = offered.decode() if _VALID_ID.fullmatch(offered) else uuid.uuid4().hex
+        self.request_id = offered.decode() if _VALID_ID.fullmatch(offered) else new_id()
         self._state = scope.setdefault("state", {})
         self._state["request_id"] = self.request_id
         self._path, self._send, self._error_format = scope["path"], send, error_format

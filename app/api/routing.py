@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
 import threading
-import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -125,9 +125,14 @@ class ApiRuntime:
             log.info("requests of the API %s have %r, which has no effect here: it is ignored", api, name)
 
 
+def new_id() -> str:
+    """Return an id that is unique, and no secret: the operating system's generator would take longer."""
+    return f"{random.getrandbits(128):032x}"
+
+
 def new_response_id(prefix: str) -> str:
     """Return a new id for a response body, and note it in the request's trace."""
-    identity = f"{prefix}{uuid.uuid4().hex}"
+    identity = f"{prefix}{new_id()}"
     if (client_request := CLIENT_REQUEST.get()) is not None and client_request.trace is not None:
         client_request.trace.attributes["gen_ai.response.id"] = identity
     return identity

@@ -155,6 +155,7 @@ def _served(path: Path) -> tuple[ServedModel, SimulatedEngine]:
 def serve(checkpoint: Path) -> None:
     """Serve until standard input ends."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the plan sets it
     settings = load_settings()[0]
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         with redirect_stderr(nowhere):
