@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.errors import CheckpointInvalid
+from app.errors import CheckpointInvalid, NotNative
 
 _REQUIRED = object()
 # Models compute in FP32, whose smallest number with all digits is 1.2e-38. No real config comes near either.
@@ -271,7 +271,7 @@ def unknown_keys(
     for place, value in values.not_asked().items():
         name = place if place in refused or place in known else place.rpartition(".")[2]
         if name in refused and value is not None and value not in refused[name]:
-            raise CheckpointInvalid(
+            raise NotNative(
                 f"{where}: {place} is {str(value)[:80]}, which this architecture does not have here: it would be computed"
                 " without it."
             )

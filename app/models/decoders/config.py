@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from app.errors import CheckpointInvalid
+from app.errors import CheckpointInvalid, NotNative
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES, refusal
 from app.models.decoders.family import DecoderFamily, Fields
@@ -215,7 +215,7 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
     listed = [str(name) for name in names] if isinstance(names, list) else []
     known = [name for name in (OTHER_NAMES.get(name, name) for name in listed) if name in DECODER_FAMILIES]
     if not known:
-        raise CheckpointInvalid(f"config.json: {refusal(listed, str(values.get('model_type')))}")
+        raise NotNative(f"config.json: {refusal(listed, str(values.get('model_type')))}")
     if values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise CheckpointInvalid(
             "config.json: use_bidirectional_attention makes this decoder an encoder. It is served for embeddings with the architecture"
