@@ -54,13 +54,18 @@ TINY: dict[str, Any] = {
     "pad_token_id": 1,
 }
 # What the table above does not make small, or not valid, by class.
+_LAYERS = ["linear_attention", "full_attention"] * 2
 SPECIAL: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
     "BailingHybridForCausalLM": {"layer_group_size": 2},
     "DbrxForCausalLM": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "KimiLinearForCausalLM": {"layer_types": _LAYERS},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 16},
     "FalconH1ForCausalLM": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
 }
 
