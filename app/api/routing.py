@@ -391,6 +391,8 @@ class ApiCall:
         if self.route.loads and (name is None or found is not None):  # a wrong name loads nothing
             await models.enter(entry)
             self.request.scope["state"][ENTERED_MODEL] = entry
+            if (client_request := CLIENT_REQUEST.get()) is not None:
+                client_request.model = entry.name
         self.runtime = entry.runtime
 
     def leave_model(self, models: Models) -> None:

@@ -63,10 +63,11 @@ class ModelEntry:
         self.kind, self.max_model_len = "", 0
         self.runtime: ApiRuntime
         self.serving: ServerRuntime
-        self.num_open = 0
+        self.num_open = self.num_waiting = 0
         self.expires_at: float | None = None
         unload_after = settings.unload_after_seconds
-        self.keep_seconds = None if unload_after == "never" else unload_after
+        self.usual_keep_seconds = None if unload_after == "never" else unload_after
+        self.keep_seconds = self.usual_keep_seconds  # which a request may change until the next load
         self.share: int | None = None  # bytes
         self.taken: MemoryWish | None = None  # while it is loaded
         self.used_at = 0.0
@@ -245,7 +246,12 @@ class ModelRegistry:
     async def enter(self, entry: ServedEntry) -> None:
         assert isinstance(entry, ModelEntry), "it is one of the entries"
         if entry.state != "ready":
-            await self._wait_until_ready(entry)
+            entry.num_waiting += 1  # it is not unloaded again before its first request
+            try:
+                await self._wait_until_ready(entry)
+            finally:
+                entry.num_waiting -= 1
+                self._start_timer(entry)  # for a client that has left
         entry.num_open += 1
         entry.idle.clear()
         self._stop_timer(entry)
@@ -264,6 +270,8 @@ class ModelRegistry:
             if self._is_stopping:
                 raise NotReady("The server is stopping.")
             now = time.monotonic()
+            if now > deadline:
+                raise NotReady(f"The model {entry.name!r} was not loaded in time.")
             if entry.state == "failed" and now < entry.retry_at:
                 raise NotReady(f"The model {entry.name!r} cannot be loaded: {entry.reason}", entry.retry_at - now)
             work = entry.work if entry.state in ("loading", "unloading") else self._begin_load(entry)
@@ -295,9 +303,7 @@ class ModelRegistry:
     def keep_alive(self, entry: ServedEntry, seconds: float | None) -> None:
         assert isinstance(entry, ModelEntry), "it is one of the entries"
         entry.keep_seconds = seconds
-        self._stop_timer(entry)
-        if not entry.num_open:
-            self._start_timer(entry)
+        self._start_timer(entry)
 
     def _stop_timer(self, entry: ModelEntry) -> None:
         entry.expires_at = None
@@ -306,7 +312,9 @@ class ModelRegistry:
             entry.timer = None
 
     def _start_timer(self, entry: ModelEntry) -> None:
-        if entry.keep_seconds is None or entry.state != "ready" or self._is_stopping:
+        self._stop_timer(entry)
+        is_used = entry.num_open or entry.num_waiting
+        if entry.keep_seconds is None or entry.state != "ready" or is_used or self._is_stopping:
             return
         entry.expires_at = time.time() + entry.keep_seconds
         entry.timer = self._loop.call_later(entry.keep_seconds, self._begin_unload, entry)
@@ -339,6 +347,7 @@ class ModelRegistry:
             return
         entry.state, entry.load_seconds = "ready", time.monotonic() - entry.began
         entry.num_failures, entry.used_at = 0, time.monotonic()
+        entry.keep_seconds = entry.usual_keep_seconds
         self._start_timer(entry)
 
     async def _fetched(self, entry: ModelEntry, start: Start) -> Prepared:

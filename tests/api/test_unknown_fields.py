@@ -87,6 +87,7 @@ UNKNOWN: Json = {
     "with space": True,
     "line\nbreak": [1, [2, {"deep": None}]],
     "escape\x1b[31m": {},
+    "ttl": "5m",
     "user": "u",
     "provider": {"order": ["a"]},
     "x-header": [],
