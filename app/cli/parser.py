@@ -351,6 +351,7 @@ def chat_flags() -> dict[str, dict[str, Any]]:
 def top_flags() -> dict[str, dict[str, Any]]:
     return {
         **server_flags(),
+        "--model": {"metavar": "NAME", "help": "one of the server's models; default: the first"},
         "--interval": {
             "type": _interval,
             "default": 2.0,

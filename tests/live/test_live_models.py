@@ -10,8 +10,12 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.cli.clients.chat import Chat, Conversation
+from app.cli.clients.connection import ServerConnection
+from app.cli.main import main
 from app.settings import DEMO_DIRECTORY
 from tests.live.several_models import LiveModels, several
+from tests.live.web_browser import WITHOUT_BROWSER, Visits, send, wait_for_answers
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 
@@ -179,3 +183,46 @@ def test_models_are_not_loaded_or_unloaded_by_clients_unless_the_operator_lets_t
     kept = models.post("/api/generate", model="tiny", prompt="a", keep_alive=0, stream=False)
     assert kept.status_code == 200
     assert models.states()["tiny"] == "ready"
+
+
+def test_top_and_chat_choose_among_the_models(models: LiveModels, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", models.url, "--once"]) == 0
+    assert "chat, a decoder on cpu" in capsys.readouterr().out
+    assert main(["top", "--url", models.url, "--once", "--model", "embed"]) == 0
+    assert "embed, a encoder on cpu" in capsys.readouterr().out
+    assert main(["top", "--url", models.url, "--once", "--model", "absent"]) == 1
+    assert "has no model 'absent'; it has chat, tiny, embed, rerank" in capsys.readouterr().err
+    server = ServerConnection(models.url)
+    chat = Chat(server, Conversation("chat"))
+    for text, model, said in (
+        ("tiny", "tiny", "model: tiny"),
+        ("absent", "tiny", "no model 'absent'"),
+        ("", "tiny", "gpt"),
+    ):
+        chat.set_model(text)
+        assert chat.conversation.model == model
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.full
+@WITHOUT_BROWSER
+def test_the_page_has_a_list_of_the_models(models: LiveModels, browser: Any, visit: Visits) -> None:
+    page = visit(models)  # type: ignore[arg-type]  # it has an address
+    send(page, "Tell me a story about a fox.")
+    wait_for_answers(page)
+    page.get_by_label("Model").select_option("embed")
+    page.get_by_role("heading", name="Compare").wait_for()
+    assert page.title() == "embed – Armature"
+    assert page.get_by_label("Model").input_value() == "embed"
+    page.goto(f"{models.url}/?model=tiny#now")
+    page.get_by_text("Tokens a second").first.wait_for()
+
+
+@pytest.mark.full
+@WITHOUT_BROWSER
+def test_the_page_loads_the_model_that_is_chosen(folders: dict[str, Path], browser: Any, visit: Visits) -> None:
+    with several({"tiny": folders["tiny"], "embed": {"model": folders["embed"], "load": "on-demand"}}) as server:
+        page = visit(server)  # type: ignore[arg-type]  # it has an address
+        page.get_by_label("Model").select_option("embed")
+        page.get_by_role("heading", name="Compare").wait_for()
+        assert server.states() == {"tiny": "ready", "embed": "ready"}
