@@ -132,3 +132,8 @@ def test_a_command_for_one_model_refuses_several() -> None:
     with pytest.raises(SettingsInvalid, match=r"2 models \(a, b\)"):
         one_model(several)
     assert one_model(load_settings(model="a=bert")[0]).served_model_name == ("a",)
+
+
+def test_the_file_of_the_overlay_is_one() -> None:
+    found = models_of(str(Path(__file__).parents[2] / "k8s/overlays/several/models.toml"))
+    assert [each.served_model_name for each in found] == [("chat",), ("embed",), ("archive",)]
