@@ -226,3 +226,14 @@ def test_the_page_loads_the_model_that_is_chosen(folders: dict[str, Path], brows
         page.get_by_label("Model").select_option("embed")
         page.get_by_role("heading", name="Compare").wait_for()
         assert server.states() == {"tiny": "ready", "embed": "ready"}
+
+
+def test_the_example_of_retrieval_runs_with_an_unchanged_client(
+    models: LiveModels, capsys: pytest.CaptureFixture[str], root: Path
+) -> None:
+    pytest.importorskip("openai")
+    program = (root / "examples/clients/several_models.py").read_text(encoding="utf-8")
+    exec(compile(program.replace("http://127.0.0.1:8000", models.url), "several_models.py", "exec"), {})
+    best, answer = capsys.readouterr().out.split("\n", 1)
+    assert best in ("Foxes live in dens.", "The tenant pays on the first of each month.", "Whales breathe air.")
+    assert answer.strip()
