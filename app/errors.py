@@ -149,6 +149,10 @@ class CheckpointInvalid(StartupError):
     code = "checkpoint_invalid"
 
 
+class NotNative(CheckpointInvalid):
+    """The model has an architecture, or a value of its config.json, that no native engine computes."""
+
+
 class ModelUnavailable(StartupError):
     """The model is not on this machine and cannot be fetched: its name, the token, the disk or the setting offline."""
 

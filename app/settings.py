@@ -299,6 +299,12 @@ class Settings(BaseSettings):
         "Sampling parameters that a request does not give: auto: those of the checkpoint's generation_config.json;"
         " off: neutral ones.",
     )
+    engine: Literal["auto", "native", "transformers"] = setting(
+        "model",
+        "auto",
+        "What computes the model: native, this package; transformers, the library of that name (the extra transformers);"
+        " auto: native where the architecture is.",
+    )
     device: Literal["auto", "cpu", "mps", "cuda"] = setting("machine", "auto", "Device to serve on.", is_measured=True)
     cuda_device: Annotated[int, Field(ge=0)] | Auto = setting(
         "machine", "auto", "GPU to serve on, by nvidia-smi's number; auto: the one with the most free memory."

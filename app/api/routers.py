@@ -107,7 +107,7 @@ DIALECTS = (
 )
 ROUTES = tuple(route for dialect in DIALECTS for route in dialect.routes)
 PUBLIC = frozenset((method, route.path) for route in ROUTES if route.dialect.public for method in route.methods)
-_TABLE = RouteTable(None, ROUTES)
+_TABLE = RouteTable(ROUTES)
 _ERROR_FORMATS: dict[str, ErrorFormat] = {}
 
 

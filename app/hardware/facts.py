@@ -284,6 +284,7 @@ class Needs:
     expert_weights: int = 0
     expert_use: float = 1.0
     draft: Needs | None = None
+    engine: Literal["native", "transformers"] = "native"
 
     def read_share(self, rows: int) -> float:
         """Return the share of the weights that a step with this many rows reads, if experts are selected evenly."""

@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
 
 from app.api.access import ApiKeys
 from app.api.connection_limits import RESERVED_CONNECTIONS, ConnectionLimits
@@ -28,7 +27,7 @@ from app.api.routing import OTHER
 from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.hardware.decision import format_bytes, format_count
 from app.models.encoders.config import EncoderConfig
-from app.server.app import create_app
+from app.server.app import Application, create_app
 from app.server.listeners import BACKLOG, Listeners, TlsListener, listen
 from app.server.log_output import log_to_stderr
 from app.server.models import ModelRegistry
@@ -187,7 +186,7 @@ def _end_process_after(seconds: float, status: int = 0) -> None:
     timer.start()
 
 
-def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+def server_config(app: Application, settings: Settings) -> uvicorn.Config:
     """Return uvicorn's configuration: no access log, no WebSockets, bounded request heads."""
     limits = connection_limits(settings)
     limits.count_error = lambda status, code: app.state.runtime.metrics.responded(OTHER, OTHER, status, code)

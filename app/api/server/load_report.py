@@ -112,7 +112,7 @@ class LoadReportHeader:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; the report is of the moment when its response starts."""
-        form = header(scope, ASKED).decode("latin-1").lower() if scope["type"] == "http" else ""
+        form = header(scope, ASKED).decode("latin-1").lower()
 
         async def reporting(message: Message) -> None:
             if message["type"] == "http.response.start" and (report := orca_report(scope["app"].state.runtime, form)):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from app.errors import CheckpointInvalid
+from app.errors import CheckpointInvalid, NotNative
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES, refusal
 from app.models.decoders.family import DecoderFamily, Fields
@@ -55,6 +55,7 @@ class ModelConfig:
     hidden states, `head_norm` those of queries and keys. `shares_norm`: the two branches of a parallel layer have the same
     norm. `is_gated`: act(gate x) * up x instead of act(up x). `fused_qkv` and `fused_gate_up`: the checkpoint holds them as
     one tensor each. `num_positions`: learned positions, from row `first_position` of their table; 0: none.
+    `sinusoids`: that table is computed.
     `interleaved_rope`: the checkpoint orders the rows of queries and keys for a rotation of neighbours. `experts`: the mixture
     of experts that some layers have; `intermediate_size` is that of the other layers. `latent`:
     attention is latent, and `head_dim` is the size of a head of queries and keys. `convolution`: some layers have a short
@@ -95,6 +96,7 @@ class ModelConfig:
     interleaved_rope: bool = False
     num_positions: int = 0
     first_position: int = 0
+    sinusoids: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -183,25 +185,30 @@ def _unscaled_branches(fields: Fields) -> ModelConfig:
 
 
 def decoder_architecture(values: Mapping[str, Any]) -> str:
-    """Return the first supported name in `architectures`, or the family of `model_type` if there is none."""
+    """Return the first supported name in `architectures`, or the family of `model_type` if there is none.
+
+    A class whose text model can be one of several has a row for each of them: the name, a slash, the type of the text model.
+    """
     names = values.get("architectures") or [
         name for name, family in DECODER_FAMILIES.items() if family.model_type == values.get("model_type")
     ]
     listed = [str(name) for name in names] if isinstance(names, list) else []
     known = [name for name in (OTHER_NAMES.get(name, name) for name in listed) if name in DECODER_FAMILIES]
     if not known:
-        raise CheckpointInvalid(f"config.json: {refusal(listed, str(values.get('model_type')))}")
+        raise NotNative(f"config.json: {refusal(listed, str(values.get('model_type')))}")
     if values.get("use_bidirectional_attention"):
         raise CheckpointInvalid(
             "config.json: use_bidirectional_attention makes this decoder an encoder. It is served for embeddings with the architecture"
             " of its plain Model, or with a modules.json."
         )
-    return known[0]
+    inner = values.get("text_config")
+    of_text = f"{known[0]}/{inner.get('model_type')}" if isinstance(inner, Mapping) else ""
+    return of_text if of_text in DECODER_FAMILIES else known[0]
 
 
 def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigReader:
     config = ConfigReader(values)
-    if family.text_config is not None:
+    if family.text_config is not None and config.has(family.text_config):
         inner = config.section(family.text_config)
         # The embeddings are tied if either place says so: transformers writes it to one of them.
         shared = {name: values[name] for name in ("tie_word_embeddings",) if name in values}

@@ -48,7 +48,6 @@ from armature_kernels.linear.activations import Activations, RowGroups, quantize
 from armature_kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
 from armature_kernels.linear.linear import Linear, LinearForm
 
-_GATE = Routing(1, 1, "sigmoid", renormalize=False)
 _MAGNITUDE_FLOOR = 1e-5  # the least mean square of a row that gets the magnitude of another
 _ROOT_HALF = math.sqrt(0.5)
 
@@ -102,8 +101,12 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.norm.eps, self.dtype, group)
 
     def overwrite(self, hidden: Tensor) -> None:
-        """Overwrite hidden [tokens, size] FP32 by its norm. Only a LayerNorm can do that."""
-        assert self.norm.kind == "layer", "no family has an RMSNorm after its embeddings"
+        """Overwrite hidden [tokens, size] FP32 by its norm."""
+        if self.norm.kind == "rms":
+            result = self(hidden)
+            assert isinstance(result, Tensor), "a norm that feeds no product returns a tensor"
+            copy_rows(hidden, result)
+            return
         layer_norm_in_place(hidden, (self.weight, self.bias, self.norm.eps))
 
     def add_to(self, hidden: Tensor, x: Tensor) -> None:
@@ -117,7 +120,7 @@ class HeadNorm(nn.Module):
 
     def __init__(self, source: str, norm: HeadNormConfig, heads: int, head_dim: int) -> None:
         super().__init__()
-        self.source, self.norm, self.kinds = source, norm, ("weight",)
+        self.source, self.norm, self.kinds = source, norm, ("weight",) * norm.has_weight
         self.weight = nn.Parameter(torch.empty(norm.num_weights(heads, head_dim)), requires_grad=False)
 
     def set_weight(self, tensor: Tensor) -> None:
@@ -351,7 +354,8 @@ class DecoderMLP(nn.Module):
 class MixtureOfExperts(nn.Module):
     """The sum of the experts that the router selects for each token, times their weights, and of a shared expert.
 
-    A shared expert with a gate is a mixture of one expert, whose weight is the sigmoid of the gate.
+    A shared expert that does not count in full is a mixture of one expert, with the sigmoid of a gate or a constant as
+    its weight.
     """
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, layer: int) -> None:
@@ -367,7 +371,12 @@ class MixtureOfExperts(nn.Module):
         self.shared = (
             DecoderMLP(config, layer, "mlp.shared_expert", experts.shared_size) if experts.shared_size else None
         )
-        self.has_shared_gate = experts.shared_gate
+        # How the shared expert is weighed, unless it counts in full.
+        self.shared_routing: Routing | None = None
+        if experts.shared_gate:
+            self.shared_routing = Routing(1, 1, "sigmoid", renormalize=False)
+        elif experts.shared_scale != 1.0:
+            self.shared_routing = Routing(1, 1, scale=experts.shared_scale)
         self.bias = (
             StoredVector(f"{at}.gate", "e_score_correction_bias", routing.num_experts)
             if experts.selection_bias
@@ -387,12 +396,12 @@ class MixtureOfExperts(nn.Module):
         return result
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        rows, number = unquantized(x), self.routing.num_experts
+        rows = unquantized(x)
         logits = self.router.multiply_wide(rows)
         ids, weights = route(logits, self.routing, None if self.bias is None else self.bias.weight)
         self._run("experts", self.experts, hidden, rows, ids, weights)
-        if self.shared is not None and self.has_shared_gate:
-            ids, weights = route(logits[:, number:], _GATE)
+        if self.shared is not None and self.shared_routing is not None:
+            ids, weights = route(logits[:, -1:], self.shared_routing)
             self._run("shared", (self.shared,), hidden, rows, ids, weights)
         elif self.shared is not None:
             self.shared.add_to(hidden, rows)

@@ -17,7 +17,7 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
     """Return name to shape of every tensor that serving needs; weights are [out, in] as in torch."""
     size = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, size)}
-    if config.num_positions:
+    if config.num_positions and not config.sinusoids:
         shapes["model.embed_positions.weight"] = (config.first_position + config.num_positions, size)
     if config.embedding_norm:
         shapes.update(_norm("model.embed_norm", config.norm, size))
@@ -44,7 +44,7 @@ def tables_of(config: ModelConfig) -> list[str]:
     tables = [] if config.tie_embeddings else ["model.embed_tokens.weight"]
     if config.altup is not None:
         tables.append("model.embed_tokens_per_layer.weight")
-    return [*tables, "model.embed_positions.weight"] if config.num_positions else tables
+    return [*tables, "model.embed_positions.weight"] if config.num_positions and not config.sinusoids else tables
 
 
 def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
@@ -182,10 +182,11 @@ def mlp_name(config: ModelConfig, layer: int) -> str | None:
 
 
 def up_sources(config: ModelConfig, mlp: str = "mlp") -> tuple[str, ...]:
-    """Return the names in a layer of the tensors of the first product of an MLP."""
+    """Return the names in a layer of the tensors of the first product of an MLP; experts are fused in stacks only."""
     if not config.is_gated:
         return (f"{mlp}.up_proj",)
-    return (f"{mlp}.gate_up_proj",) if config.fused_gate_up else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+    is_fused = config.fused_gate_up and ".experts." not in mlp
+    return (f"{mlp}.gate_up_proj",) if is_fused else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
 
 
 def norms_of(config: ModelConfig) -> tuple[str, ...]:
@@ -263,7 +264,7 @@ def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
             yield "self_attn.q_a_layernorm.weight", (config.latent.query_rank,)
     if config.has_sinks:
         yield "self_attn.sinks", (config.num_heads,)
-    if config.head_norm is not None:
+    if config.head_norm is not None and config.head_norm.has_weight:
         yield "self_attn.q_norm.weight", (config.head_norm.num_weights(config.num_heads, config.head_dim),)
         if layer < config.cache_layers:
             yield "self_attn.k_norm.weight", (config.head_norm.num_weights(config.num_kv_heads, config.head_dim),)
@@ -309,7 +310,7 @@ def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
 def _one_mlp(config: ModelConfig, name: str, inner: int) -> Iterator[tuple[str, Shape]]:
     outer = config.hidden_size
     for source in up_sources(config, name):
-        yield from _linear(source, 2 * inner if config.fused_gate_up else inner, outer, config.mlp_bias)
+        yield from _linear(source, 2 * inner if source.endswith(".gate_up_proj") else inner, outer, config.mlp_bias)
     if config.activation == "xielu":
         yield f"{name}.act_fn.alpha_p", (1,)
         yield f"{name}.act_fn.alpha_n", (1,)
