@@ -69,6 +69,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 16},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]]},
     "Gemma3nForCausalLM": SERVED["Gemma3nForCausalLM"],
+    "GraniteMoeHybridForCausalLM": {"layer_types": _LAYERS},
+    "ReformerModelWithLMHead": {
+        "is_decoder": True,
+        "axial_pos_shape": [16, 16],
+        "axial_pos_embds_dim": [16, 16],
+        "attn_layers": ["local"] * 4,
+    },
+    "XmodForCausalLM": {"languages": ["en_XX"], "default_language": "en_XX"},
     "FalconH1ForCausalLM": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
 }
 
