@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
@@ -188,7 +188,8 @@ class Metrics:
         self.recent = {name: RecentQuantiles(clock) for name in ("request", "queue", "ttft", "itl")}
         self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens", "vectors")}
         self._registry = CollectorRegistry(auto_describe=False)
-        self._instruments: dict[str, Counter | _Histogram] = {}
+        self._instruments: dict[str, Any] = {}
+        self._gauges: list[_ComputedGauges] = []
         self._declare()
         ProcessCollector(registry=self._registry)
         self.gauges(self._last_minute)
@@ -198,22 +199,36 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
+    def collect(self) -> Iterable[Metric]:
+        return self._registry.collect()
+
     # ---- declaring metrics -----------------------------------------------------------------------------------------
 
     def counter(self, name: str, help: str, *labels: str) -> Counter:  # noqa: A002 (name used by prometheus_client)
         """Declare a counter; its name gets the prefix `armature_` and the suffix `_total`."""
-        made = self._instruments[name] = Counter(name, help, labels, namespace="armature", registry=self._registry)
+        made: Counter | None = self._instruments.get(name)
+        if made is None:
+            made = self._instruments[name] = Counter(name, help, labels, namespace="armature", registry=self._registry)
         return made
 
     def histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> _Histogram:  # noqa: A002
         """Declare a histogram; its name gets the prefix `armature_`."""
-        made = _Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
-        self._instruments[name] = made
+        made: _Histogram | None = self._instruments.get(name)
+        if made is None:
+            made = _Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
+            self._instruments[name] = made
         return made
 
     def gauges(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Add gauges that `collect` computes at each scrape; it leaves out unknown values."""
-        self._registry.register(_ComputedGauges(collect))
+        self._gauges.append(_ComputedGauges(collect))
+        self._registry.register(self._gauges[-1])
+
+    def forget_gauges(self) -> None:
+        """Remove the gauges that other objects added: those objects end, and new ones will count on with the rest."""
+        for gauges in self._gauges[1:]:
+            self._registry.unregister(gauges)
+        del self._gauges[1:]
 
     def samples(self, name: str) -> list[Sample]:
         return [sample for family in self._instruments[name].collect() for sample in family.samples]

@@ -29,7 +29,8 @@ FOLLOWED_WHERE_NEEDED = frozenset(
     " no_rope_layer_interval n_group topk_group num_kv_heads multi_query first_k_dense_replace full_attn_idxs"
     " original_max_position_embeddings intermediate_size hidden_act rope_scaling rope_parameters rope_theta num_labels"
     " problem_type id2label partial_rotary_factor qk_rope_head_dim max_sequence_length global_attn_every_n_layers"
-    " local_attention attention_types num_key_value_heads head_dim num_experts parallel_attn".split()
+    " local_attention attention_types num_key_value_heads head_dim num_experts parallel_attn"
+    " moe_intermediate_size top_k_experts".split()
 )
 # They describe the file, its origin, or what it was for.
 _ABOUT = (

@@ -26,7 +26,8 @@ class ClientRequest:
 
     `account` is None without limits, and `trace` if it is not sampled. The seconds are from arrival to the first step
     (`queue_seconds`) and to the first token, of the part that waited longest; None if there was none. `error` is the
-    code of the error that its client was sent, also as the last event of a stream.
+    code of the error that its client was sent, also as the last event of a stream. `model` is the name of one of
+    several models, empty otherwise.
     """
 
     account: Account | None = None
@@ -36,6 +37,7 @@ class ClientRequest:
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
     error: str = ""
+    model: str = ""
 
     def add(
         self, prompt_tokens: int, completion_tokens: int, queue_seconds: float | None, first_token_seconds: float | None
@@ -79,6 +81,8 @@ def log_request(
         "first_token_ms": _milliseconds(client_request.first_token_seconds),
         "total_ms": _milliseconds(seconds),
     }
+    if client_request.model:
+        fields["model"] = client_request.model
     if client_request.trace is not None:
         fields["trace_id"] = client_request.trace.exemplar["trace_id"]
     # `log.log` would look for the caller in the stack, which no form of the log shows.

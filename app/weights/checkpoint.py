@@ -123,7 +123,7 @@ class Checkpoint:
         if isinstance(config, ModelConfig):
             host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
             kv_heads = config.cache_heads
-            kv_elements = 2 * config.cache_layers * kv_heads * config.head_dim
+            kv_elements = 2 * config.cache_layers * kv_heads * config.cache_head_dim
             tables = tables_of(config)
             products, experts = active_weights(config), config.experts
         else:

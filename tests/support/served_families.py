@@ -157,6 +157,35 @@ _GEMMA3N = {
     "final_logit_softcapping": 3.0,
 }
 
+_GEMMA4 = {
+    **TINY,
+    **_WINDOW,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": 330,
+    "hidden_size_per_layer_input": 12,
+    "final_logit_softcapping": 3.0,
+}
+_GEMMA4_UNIFIED = {
+    **TINY,
+    **_WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+}
+_GEMMA4_MOE = {
+    **_GEMMA4_UNIFIED,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
+
 # class of transformers: what its configuration gets instead of `TINY`, or None if `TINY` suffices
 SERVED: Mapping[str, dict[str, Any]] = {
     "LlamaForCausalLM": {**TINY, "attention_bias": True, "mlp_bias": True},
@@ -175,6 +204,14 @@ SERVED: Mapping[str, dict[str, Any]] = {
     },
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma3nForConditionalGeneration": {"text_config": _GEMMA3N},
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": {"text_config": _GEMMA4, "vision_config": None, "audio_config": None},
+    "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": {
+        "text_config": _GEMMA4_UNIFIED,
+        "vision_config": None,
+        "audio_config": None,
+    },
     "VaultGemmaForCausalLM": {**TINY, **_GEMMA},
     "GraniteForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS},
     "HyperCLOVAXForCausalLM": {**TINY, **_MULTIPLIERS},
@@ -348,6 +385,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-3,
         },
     ),
+    "gemma4-moe": ("Gemma4ForCausalLM", _GEMMA4_MOE),
     "bloom-four-heads": ("BloomForCausalLM", {**_BLOOM, "n_head": 4}),
     "mpt-four-heads": ("MptForCausalLM", {**_MPT, "n_heads": 4, "attn_config": {"softmax_scale": 0.3}}),
     "granite-tied": ("GraniteForCausalLM", {**_NO_HEAD_DIM, **_MULTIPLIERS, "tie_word_embeddings": True}),
@@ -448,6 +486,9 @@ def write_family(directory: Path, architecture: str, values: Mapping[str, Any], 
                 parameter.copy_(torch.randn_like(parameter) * 0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
     model.save_pretrained(directory)
 
 

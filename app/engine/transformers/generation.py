@@ -162,9 +162,15 @@ def build_generation_engine(
     vocab_size = request.checkpoint.needs().vocab_size
     steps = GenerationSteps(model, vocab_size)
     request.report("warming up")
-    with torch.inference_mode():
-        batches, takes_chunks = check_batches(steps), check_chunks(steps)
-        capacity = kv_capacity(steps, request, batches)
+    try:
+        with torch.inference_mode():
+            batches, takes_chunks = check_batches(steps), check_chunks(steps)
+            capacity = kv_capacity(steps, request, batches)
+    except _LIBRARY_ERRORS as error:
+        raise CheckpointInvalid(
+            f"transformers {transformers.__version__} loads this {type(model).__name__}, but cannot generate with it:"
+            f" {_first_line(error)}"
+        ) from error
     _LOG.info(
         "transformers computes %s: %s, prompts %s",
         type(model).__name__,
@@ -196,9 +202,8 @@ def load_model(checkpoint: Checkpoint, backend: BaseBackend) -> PreTrainedModel:
             output_loading_info=True,
         )
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise CheckpointInvalid(
-            f"transformers {transformers.__version__} cannot load this checkpoint: {said}"
+            f"transformers {transformers.__version__} cannot load this checkpoint: {_first_line(error)}"
         ) from error
     for what, names in (("are missing in", info["missing_keys"]), ("have another shape in", info["mismatched_keys"])):
         if names:
@@ -212,6 +217,10 @@ def load_model(checkpoint: Checkpoint, backend: BaseBackend) -> PreTrainedModel:
         )
     model.eval().to(backend.device)
     return model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 # ---- what can be batched, and what it takes --------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.errors import NoRecipe, PlanImpossible
@@ -364,6 +364,8 @@ def make_plan(
 ) -> ServingPlan:
     """Decide everything. Raises `PlanImpossible` or `NoRecipe` for what cannot be satisfied."""
     check_torch_can_run(facts)
+    if settings.memory_bytes != "auto":
+        facts = replace(facts, share_bytes=settings.memory_bytes)
     choice = devices.choose_device(facts, settings, needs, recipes)
     try:
         return _plan_on(choice, facts, measurements, settings, needs, recipes)

@@ -21,6 +21,7 @@ from app.models.decoders.layer_config import (
     ConvolutionConfig,
     ExpertsConfig,
     HeadNormConfig,
+    HeadSizes,
     LatentConfig,
     NormConfig,
     Placement,
@@ -64,7 +65,8 @@ class ModelConfig:
     `inner_sizes`: the inner size of the MLP of each layer; empty: `intermediate_size`. `gate_deviations`: for each layer,
     how many standard deviations above the mean gates begin to count; None: all count. `altup`: a token has several hidden
     states. The last `shared_kv_layers` layers have no keys and values: each reads those of the last layer before them with
-    the same window.
+    the same window. `full_heads`: layers with full attention have other heads of keys and values. `layer_factors`: the
+    result of a layer is multiplied by a stored number.
     """
 
     architecture: str
@@ -111,6 +113,8 @@ class ModelConfig:
     gate_deviations: tuple[float | None, ...] = ()
     altup: AltUpConfig | None = None
     shared_kv_layers: int = 0
+    full_heads: HeadSizes | None = None
+    layer_factors: bool = False
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -123,9 +127,25 @@ class ModelConfig:
     @property
     def cache_heads(self) -> int:
         """The heads of keys, and of values, in a row of the cache; a short convolution may need more than attention."""
-        if self.convolution is None:
-            return self.num_kv_heads
-        return max(self.num_kv_heads, self.hidden_size // (2 * self.head_dim))
+        if self.convolution is not None:
+            return max(self.num_kv_heads, self.hidden_size // (2 * self.head_dim))
+        return self.num_kv_heads if self.full_heads is None else max(self.num_kv_heads, self.full_heads.num_kv_heads)
+
+    @property
+    def cache_head_dim(self) -> int:
+        """The elements of these heads; a layer may have fewer heads that are larger."""
+        if self.full_heads is None:
+            return self.head_dim
+        elements = self.full_heads.num_kv_heads * self.full_heads.head_dim
+        return max(self.head_dim, -(-elements // self.cache_heads))
+
+    @property
+    def head_kinds(self) -> tuple[HeadSizes, ...]:
+        plain = HeadSizes(self.num_kv_heads, self.head_dim)
+        return (plain,) if self.full_heads is None else (plain, self.full_heads)
+
+    def heads(self, layer: int) -> HeadSizes:
+        return self.head_kinds[-1] if self.windows[layer] is None else self.head_kinds[0]
 
     @property
     def cache_layers(self) -> int:
@@ -196,7 +216,7 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
     known = [name for name in (OTHER_NAMES.get(name, name) for name in listed) if name in DECODER_FAMILIES]
     if not known:
         raise NotNative(f"config.json: {refusal(listed, str(values.get('model_type')))}")
-    if values.get("use_bidirectional_attention"):
+    if values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise CheckpointInvalid(
             "config.json: use_bidirectional_attention makes this decoder an encoder. It is served for embeddings with the architecture"
             " of its plain Model, or with a modules.json."

@@ -189,7 +189,9 @@ def output_layer(config: ModelConfig) -> Linear:
 
 def decoder_layer(config: ModelConfig, layer: int, dtype: torch.dtype) -> DecoderLayer | AltUpLayer:
     return (
-        DecoderLayer(config, layer, dtype) if config.altup is None else AltUpLayer(config, config.altup, layer, dtype)
+        DecoderLayer(config, layer, dtype)
+        if config.altup is None or config.altup.num_streams == 1
+        else AltUpLayer(config, config.altup, layer, dtype)
     )
 
 

@@ -13,6 +13,7 @@ from app.models.decoders.family_values import (
     LatentDefaults,
     convolutions,
     exaone4,
+    gemma,
     granite,
     granite_swa,
     hunyuan,
@@ -20,9 +21,10 @@ from app.models.decoders.family_values import (
     latent,
     ministral3,
     refuse,
+    shared_kv_layers,
     without_rope,
 )
-from app.models.decoders.layer_config import ExpertsConfig, NormConfig
+from app.models.decoders.layer_config import AltUpConfig, ExpertsConfig, HeadSizes, NormConfig
 from app.models.decoders.rope import RopeConfig, parse_rope
 from armature_kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
 from armature_kernels.native.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
@@ -443,3 +445,72 @@ def cohere2_moe(config: ConfigReader, fields: Fields) -> Fields:
         "logit_scale": config.number("logit_scale", 0.0625),
         "ropes": without_rope(fields["ropes"], rotated),
     }
+
+
+def gemma4_slides(config: ConfigReader, layer: int) -> bool:
+    return (layer + 1) % 6 != 0 and layer + 1 != config.integer("num_hidden_layers")
+
+
+def gemma4(config: ConfigReader, fields: Fields) -> Fields:
+    """Read Gemma 4: the inputs of layers, if there are any, and the experts beside each MLP, if there are any."""
+    found, size = gemma4_unified(config, fields), config.integer("hidden_size_per_layer_input", 256, at_least=0)
+    table = config.integer("vocab_size_per_layer_input", 262_144)
+    if size:
+        found["altup"] = AltUpConfig(1, 0, size, table)
+    if config.boolean("enable_moe_block", False):
+        routing = Routing(config.integer("num_experts"), config.integer("top_k_experts"))
+        experts = ExpertsConfig(
+            routing,
+            config.integer("moe_intermediate_size"),
+            _everywhere(fields),
+            shared_size=fields["intermediate_size"],
+            apart=True,
+        )
+        found |= _checked(config, experts)
+    return found
+
+
+def gemma4_unified(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the heads and the rotary embeddings of layers with full attention, and which layers share keys and values."""
+    refuse(config, "use_bidirectional_attention", "vision", "attention in both directions")
+    windows, layers, inner = fields["windows"], fields["num_layers"], fields["intermediate_size"]
+    if windows[-1] is not None:
+        raise CheckpointInvalid(f"{config.where}: the last of layer_types must be full_attention.")
+    heads, shared = _full_heads(config, fields), shared_kv_layers(config, windows)
+    rope = RopeConfig(1_000_000.0, heads.head_dim, "proportional", num_rotated=heads.head_dim // 8)
+    if config.has("rope_parameters"):
+        rope = parse_rope(config, heads.head_dim, 1_000_000.0, "full_attention")
+    wide = config.boolean("use_double_wide_mlp", False) and shared > 0
+    return {
+        **gemma(config, fields),
+        "attention_scale": 1.0,
+        "logit_softcap": config.optional_number("final_logit_softcapping"),
+        "full_heads": heads,
+        "ropes": tuple(rope if window is None else own for window, own in zip(windows, fields["ropes"], strict=True)),
+        "shared_kv_layers": shared,
+        "inner_sizes": (inner,) * (layers - shared) + (2 * inner,) * shared if wide else (),
+        "layer_factors": True,
+    }
+
+
+def _full_heads(config: ConfigReader, fields: Fields) -> HeadSizes:
+    """Read the heads of layers with full attention, by their own names or from what layers have instead of others."""
+    alike, own = config.boolean("attention_k_eq_v", False), config.section("per_layer_config")
+    kv_heads, size = fields["num_kv_heads"], config.integer("global_head_dim", 512)
+    if config.has("num_global_key_value_heads") and alike:
+        kv_heads = config.integer("num_global_key_value_heads")
+    if own.values:
+        full = {str(layer) for layer, window in enumerate(fields["windows"]) if window is None}
+        sections = [own.section(layer) for layer in own.values]
+        first = sections[0]
+        known = {"head_dim", "num_key_value_heads"}
+        if set(own.values) != full or any(one.values != first.values for one in sections) or set(first.values) - known:
+            raise CheckpointInvalid(
+                f"{own.where} must give all layers with full_attention the same heads, and no other."
+            )
+        kv_heads, size = first.integer("num_key_value_heads", fields["num_kv_heads"]), first.integer("head_dim", 512)
+    if fields["num_heads"] % kv_heads:
+        raise CheckpointInvalid(
+            f"{config.where}: {fields['num_heads']} attention heads cannot share {kv_heads} key/value heads evenly."
+        )
+    return HeadSizes(kv_heads, size, alike)

@@ -40,7 +40,15 @@ _TEXT_PREFIXES = {
 _OTHER_HALVES = tuple(
     f"{prefix}{part}."
     for prefix in ("", "model.")
-    for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector", "visual")
+    for part in (
+        "vision_tower",
+        "audio_tower",
+        "embed_vision",
+        "embed_audio",
+        "multi_modal_projector",
+        "visual",
+        "vision_embedder",
+    )
 )
 
 
@@ -72,6 +80,35 @@ _GEMMA3N = DecoderFamily(
     fields={"placement": "sandwich"},
     slides=lambda config, layer: (layer + 1) % 5 != 0,
     read=values.gemma3n,
+)
+
+_GEMMA4 = DecoderFamily(
+    model_type="gemma4_text",
+    title="Gemma 4 (E2B, E4B, 31B, 26B-A4B), its text model alone",
+    window=512,
+    tie_embeddings=True,
+    head_dim=256,
+    theta=1_000_000.0,
+    sliding_ropes=True,
+    local_theta=10_000.0,
+    head_norm=HeadNormConfig(values=True),
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    fields={"placement": "sandwich"},
+    slides=expert_values.gemma4_slides,
+    read=expert_values.gemma4,
+    parts={
+        ".router.proj.": ".mlp.gate.",
+        ".router.per_expert_scale": ".mlp.gate.per_expert_scale",
+        ".router.scale": ".mlp.router_norm.weight",
+        ".experts.": ".mlp.experts.",
+    },
+)
+_GEMMA4_UNIFIED = replace(
+    _GEMMA4,
+    model_type="gemma4_unified_text",
+    title="Gemma 4 12B, its text model alone",
+    window=1024,
+    read=expert_values.gemma4_unified,
 )
 
 _LFM2 = DecoderFamily(
@@ -184,6 +221,10 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     "Gemma3ForConditionalGeneration": _text_half(_GEMMA3, "gemma3", "Gemma 3 (4B and larger), text only"),
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma3nForConditionalGeneration": _text_half(_GEMMA3N, "gemma3n", "Gemma 3n, text only"),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": _text_half(_GEMMA4, "gemma4", "Gemma 4, text only"),
+    "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": _text_half(_GEMMA4_UNIFIED, "gemma4_unified", "Gemma 4 12B, text only"),
     "GemmaForCausalLM": DecoderFamily(
         model_type="gemma",
         title="Gemma 1",
@@ -456,10 +497,11 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     "speech": ("Whisper", "Speech", "Wav2Vec", "Voxtral", "Moshi", "Qwen2Audio"),
     "pictures": (
         *("Qwen3VLMoe", "Llava", "Idefics", "PaliGemma", "Mllama", "InternVL"),
-        *("SmolVLM", "Gemma4", "Phi4Multimodal", "DeepseekVL", "Ovis", "Molmo", "Glm4v", "Pixtral", "Qwen2_5Omni"),
+        *("SmolVLM", "Phi4Multimodal", "DeepseekVL", "Ovis", "Molmo", "Glm4v", "Pixtral", "Qwen2_5Omni"),
         *("Lfm2Vl", "Lfm3Vl"),
     ),
     "chunked attention and experts that alternate with dense layers": ("Llama4",),
+    "the keys and values of another model": ("Gemma4Assistant", "Gemma4UnifiedAssistant"),
     "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "weights of one and a half bits": ("BitNet",),
     "a mixture of experts of its own kind": (*("JetMoe", "Dbrx", "LongcatFlash"),),

@@ -531,7 +531,7 @@ def gemma3n(config: ConfigReader, fields: Fields) -> Fields:
         "altup": altup,
         "gate_deviations": tuple(_deviations(config, sparsity) for sparsity in _sparsities(config, layers)),
         "inner_sizes": _inner_sizes(config, layers),
-        "shared_kv_layers": _shared_kv_layers(config, fields["windows"]),
+        "shared_kv_layers": shared_kv_layers(config, fields["windows"], 15),
     }
 
 
@@ -562,8 +562,8 @@ def _deviations(config: ConfigReader, sparsity: float) -> float | None:
     return NormalDist().inv_cdf(sparsity) if sparsity > 0 else None
 
 
-def _shared_kv_layers(config: ConfigReader, windows: tuple[int | None, ...]) -> int:
-    shared = config.integer("num_kv_shared_layers", 15, at_least=0, at_most=len(windows) - 1)
+def shared_kv_layers(config: ConfigReader, windows: tuple[int | None, ...], default: int = 0) -> int:
+    shared = config.integer("num_kv_shared_layers", default, at_least=0, at_most=len(windows) - 1)
     own = len(windows) - shared
     if not set(windows[own:]).issubset(windows[:own]):
         raise CheckpointInvalid(

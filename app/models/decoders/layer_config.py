@@ -57,6 +57,15 @@ class HeadNormConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """The heads of keys and values in a layer. `keys_are_values`: one product gives both, before their norms."""
+
+    num_kv_heads: int
+    head_dim: int
+    keys_are_values: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Multi-head latent attention: keys and values come from a row of `rank` elements that all heads share.
 
@@ -82,7 +91,8 @@ class AltUpConfig:
     """Several hidden states for each token, its streams (AltUp), with what the layers around them have.
 
     A layer computes with the first stream, and adds a branch of rank `laurel_rank` beside attention (LAuReL). Each
-    layer also reads `input_size` elements of its own for each token, from a table of `input_vocab_size` rows.
+    layer also reads `input_size` elements of its own for each token, from a table of `input_vocab_size` rows. A model
+    with one stream has these inputs alone.
     """
 
     num_streams: int
@@ -97,7 +107,8 @@ class ExpertsConfig:
 
     Every token also passes a shared expert of `shared_size`, unless that is 0; with `shared_gate` its result is
     multiplied by the sigmoid of a further output of the router, else by `shared_scale`. With `selection_bias` a stored bias is added to the
-    scores for the selection only. `router_bias`: the router's product has a bias.
+    scores for the selection only. `router_bias`: the router's product has a bias. `apart`: the shared expert, an MLP as
+    that of other layers, the experts and the router have norms of their own, and each expert's weights have a factor.
     """
 
     routing: Routing
@@ -108,3 +119,4 @@ class ExpertsConfig:
     shared_scale: float = 1.0
     selection_bias: bool = False
     router_bias: bool = False
+    apart: bool = False
