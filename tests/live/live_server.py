@@ -17,6 +17,7 @@ import httpx
 import uvicorn
 
 from app.engine.scheduler.batch import Batch, SampledTokens
+from app.engine.worker import Worker
 from app.server.app import create_app
 from app.server.listeners import listen, url_of
 from app.server.prepare import prepare
@@ -76,7 +77,8 @@ class LiveServer:
         tracer = start_tracer(given, {})
         self.find_served = ServerRuntime(prepare(given), self.fatal.append, tracer=tracer)
         worker = self.find_served.worker
-        build, worker._build = worker._build, lambda report: self.reins.take(build(report))
+        if isinstance(worker, Worker):
+            build, worker._build = worker._build, lambda report: self.reins.take(build(report))
         (listener,) = listen(given.host, given.port).sockets
         self.url = url_of(listener)
         self.server = uvicorn.Server(server_config(create_app(self.find_served.runtime()), given))
