@@ -47,7 +47,7 @@ class EngineProcess:
 
     `make_recipe` says how to make the engine, at each start. `tell` gets the host's messages, in their order, on a
     thread; an error that it raises ends the server. `on_lost` is called on the event loop when the process has ended
-    while it served, with the error for its requests.
+    while it served, with the error for its requests. `name` is the model's, for its lines of the log.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class EngineProcess:
         tell: Callable[[HostMessage], None],
         recorder: StepRecorder,
         on_lost: Callable[[RequestError], None],
+        name: str,
     ) -> None:
         self.state: State = "loading"
         self.stage = "starting"
@@ -63,6 +64,7 @@ class EngineProcess:
         self.snapshot = EngineSnapshot()
         self.error: BaseException | None = None
         self.pid: int | None = None
+        self._name = name
         self._make_recipe, self._tell, self._recorder, self._on_lost = make_recipe, tell, recorder, on_lost
         self._callbacks: Callbacks | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -96,13 +98,17 @@ class EngineProcess:
                 raise ServiceStopping("The server is stopping.")
             raise NotReady(f"The engine is not ready: {self.stage}.")
 
+    def send(self, message: object) -> None:
+        """Send a rare message, if there is an engine."""
+        if self._channel is not None:
+            self._channel.send(Pickled.of(message))
+
     def read_adapter(self, path: str, slot: int) -> None:
         """Read an adapter's weights for a slot, on any thread but the event loop's. Raises `RequestError`."""
-        channel = self._channel
-        if channel is None:
+        if self._channel is None:
             raise NotReady(f"The engine is not ready: {self.stage}.")
         reading = self._adapters[slot] = Future()
-        channel.send(Pickled.of(ReadAdapter(path, slot)))
+        self.send(ReadAdapter(path, slot))
         try:
             error = reading.result(ADAPTER_SECONDS)
         except TimeoutError:
@@ -166,8 +172,11 @@ class EngineProcess:
                 if message.stats is not None:
                     self._recorder.record(message.ended_at, message.stats, message.cause)
                 self._callbacks.on_output(message.events, message.snapshot, message.stats)
+            elif isinstance(rare := message.message(), AdapterRead):
+                if reading := self._adapters.pop(rare.slot, None):
+                    reading.set_result(rare.error)
             else:
-                self._messages.submit(self._take, message, process).add_done_callback(self._check_taken)
+                self._messages.submit(self._take, rare, process).add_done_callback(self._check_taken)
 
     def _lose(self, channel: Channel, process: subprocess.Popen[bytes]) -> None:
         """Fail the requests of a process that has closed its connection, and look why."""
@@ -183,25 +192,21 @@ class EngineProcess:
             self._on_lost(
                 StepFailed("The engine has ended unexpectedly and is started again; the request may be sent again.")
             )
-        for reading in list(self._adapters.values()):
-            reading.set_result(StepFailed("The engine has ended while it read the adapter."))
-        self._adapters.clear()
+        while self._adapters:
+            self._adapters.popitem()[1].set_result(StepFailed("The engine has ended while it read the adapter."))
         channel.close()
         self._messages.submit(self._find_end, process)
 
     # ---- on the thread of rare messages ------------------------------------------------------------------------------
 
-    def _take(self, packed: Pickled, process: subprocess.Popen[bytes]) -> None:
-        message = packed.message()
+    def _take(self, message: Any, process: subprocess.Popen[bytes]) -> None:
         if process is not self._process:
             return  # it has ended meanwhile
         if isinstance(message, LogLine):
+            message.record.model = self._name
             logging.getLogger(message.record.name).handle(message.record)
         elif isinstance(message, EngineFailed):
             self.error = message.error
-        elif isinstance(message, AdapterRead):
-            if (reading := self._adapters.get(message.slot)) is not None and not reading.done():
-                reading.set_result(message.error)
         else:
             self._take_host_message(message, process)
 

@@ -309,7 +309,7 @@ class ServerRuntime:
         self._start, self._tracer = start, tracer
         self._on_fatal, self._on_ready = on_fatal, on_ready
         self._began = time.monotonic()
-        self._is_stopping = False
+        self._is_stopping = self._is_served = False
         self._tokenizer: Tokenizer | None = None
         self._chat: ChatTemplate | None = None
         self._served: ServedModel | None = None
@@ -323,8 +323,8 @@ class ServerRuntime:
         self._thermal_monitor = ThermalMonitor(self.metrics, facts.thermal)
         self.host: EngineHost | None = None  # in this process
         self.worker: Worker | EngineProcess
-        if settings.engine_process == "on":
-            self.worker = EngineProcess(self._recipe, self._take, self._steps, self._fail_requests)
+        if start.plan.steps.engine_process:
+            self.worker = EngineProcess(self._recipe, self._take, self._steps, self._fail_requests, start.model_name)
         else:
             surroundings = HostSurroundings(
                 self._take, self._texts, self._steps.record, self._steps.began, self._thermal_monitor.cause
@@ -428,8 +428,12 @@ class ServerRuntime:
         prepared = self._prepared
         wait(self._preparing)
         read = self.worker.read_adapter if isinstance(self.worker, EngineProcess) else self._host_adapter
-        self.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, read))
         self._console.close()
+        if self._is_served:  # the engine was started again
+            self.service.adapters.load_again()
+            return
+        self._is_served = True
+        self.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, read))
         self._on_ready(prepared, time.monotonic() - self._began, self._chat is not None)
 
     def _host_adapter(self, path: str, slot: int) -> None:

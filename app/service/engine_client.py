@@ -179,7 +179,7 @@ class EngineClient:
 
     def _deliver_steps(self) -> None:
         self._is_woken = False  # before the steps are taken: those that come from now on wake the loop again
-        while self._steps:
+        for _ in range(len(self._steps)):  # not those that arrive meanwhile: a fast engine would keep the loop here
             self._deliver(self._steps.popleft())
         for write in self._writes:
             write()

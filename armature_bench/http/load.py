@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from armature_bench.console import AdvanceProgress, BenchOutcome, Figure, MeasurementFailed, progress
 from armature_bench.http.latency import inter_token_latency, shared_prefix
 from armature_bench.http.loops import LoadRun, RunLimits, ServerRuns
-from armature_bench.http.overhead import NUM_FAST_STREAMS, overhead_outside_model, streamed_token_cost
+from armature_bench.http.overhead import NUM_FAST_STREAMS, PLACES, overhead_outside_model, streamed_token_cost
 from armature_bench.http.process import resident_memory, time_to_first_token
 from armature_bench.http.server import BenchServer, running_server
 from armature_bench.http.tally import cpu_figure
@@ -283,7 +283,9 @@ def measure_server(job: ServerBenchJob) -> BenchOutcome:
         "start": job.rounds + 1,
         "memory": 1,
         "wait": 1 + len(LOAD_FRACTIONS) * job.rounds,
-        "overhead": job.rounds if job.tokenizer is None else 2 * job.rounds + len(NUM_FAST_STREAMS),
+        "overhead": job.rounds
+        if job.tokenizer is None
+        else job.rounds + len(PLACES) * (job.rounds + len(NUM_FAST_STREAMS)),
     }
     units = special.get(job.bench, job.rounds)
     with progress(units, f"bench {job.bench}") as advance, event_loop() as runner:

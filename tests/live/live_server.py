@@ -27,6 +27,8 @@ from app.settings import Settings
 from app.tracing.start import start_tracer
 from synchronous_runner import AtOnce
 
+# With `on`, the tests that hold no engine run with one in a process of its own.
+WHERE = os.environ.get("ARMATURE_TEST_ENGINE_PROCESS", "off")
 PATIENCE = 60.0  # seconds; a busy machine is no failure
 
 
@@ -73,7 +75,7 @@ class LiveServer:
     def __init__(self, model: Path, **settings: Any) -> None:
         self.reins = Reins()
         self.fatal: list[BaseException] = []
-        given = Settings(model=model, port=0, threads=1, **{"precision": "fp32", **settings})
+        given = Settings(model=model, port=0, threads=1, **{"precision": "fp32", "engine_process": WHERE, **settings})
         tracer = start_tracer(given, {})
         self.find_served = ServerRuntime(prepare(given), self.fatal.append, tracer=tracer)
         worker = self.find_served.worker

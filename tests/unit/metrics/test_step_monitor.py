@@ -142,7 +142,7 @@ def touch() -> None:
 
 
 def test_the_age_of_a_step_is_reported_while_it_is_under_way_also_after_one_that_failed(watched: Watched) -> None:
-    watch = watched.watch
+    watch, watched.now = watched.watch, 1.0
     assert watched.recorder.step_age_seconds() == 0.0
     watch.begin()
     watched.now += 2.5
