@@ -6,6 +6,7 @@ through callbacks. If it ends for any reason other than `Stop`, it calls `on_fat
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import threading
@@ -144,9 +145,10 @@ class Worker:
         if isinstance(command, EngineRequest) and self.state in ("failed", "stopped"):
             raise ServiceStopping("The server is stopping.")
 
-    def stop(self) -> None:
-        """Ask the thread to end once the events of what is running were delivered."""
+    async def stop(self, timeout_seconds: float) -> None:
+        """Let the thread end, and wait for limited time."""
         self.put(Stop())
+        await asyncio.to_thread(self.join, timeout_seconds)
 
     def join(self, timeout_seconds: float | None = None) -> None:
         self._thread.join(timeout_seconds)

@@ -124,25 +124,19 @@ class EngineProcess:
         self._callbacks, self._loop = callbacks, asyncio.get_running_loop()
         self._launch()
 
-    def stop(self) -> None:
-        """Ask the process to end. Nothing restarts it from now on."""
+    async def stop(self, timeout_seconds: float) -> None:
+        """Let the process end, and end it after that time. Nothing starts it again."""
         self._is_stopping = True
         if self._restart is not None:
             self._restart.cancel()
         self.put(Stop())
-        if self._process is None:
-            self.state = "stopped"
-
-    def join(self, timeout_seconds: float) -> None:
-        """Wait for the end of the process, and end it after that time."""
-        process = self._process
-        if process is not None:
-            try:
-                process.wait(timeout_seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        if self._process is not None:
+            await asyncio.to_thread(_wait, self._process, timeout_seconds)
+            if self._channel is not None:
+                self._lose(self._channel, self._process)
+        self.state = "stopped"
         self._messages.shutdown(wait=False)
+        os.close(self._page)
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair()
@@ -195,7 +189,8 @@ class EngineProcess:
         while self._adapters:
             self._adapters.popitem()[1].set_result(StepFailed("The engine has ended while it read the adapter."))
         channel.close()
-        self._messages.submit(self._find_end, process)
+        if not self._is_stopping:
+            self._messages.submit(self._find_end, process)
 
     # ---- on the thread of rare messages ------------------------------------------------------------------------------
 
@@ -229,12 +224,7 @@ class EngineProcess:
 
     def _find_end(self, process: subprocess.Popen[bytes]) -> None:
         """Wait for the status of a process that has ended, and decide what follows."""
-        try:
-            status = process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            status = process.wait()
-        self._call_on_loop(self._end, process, status)
+        self._call_on_loop(self._end, _wait(process, EXIT_SECONDS))
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None, "it was started"
@@ -251,12 +241,11 @@ class EngineProcess:
             self.snapshot = snapshot
         self._was_ready, self._ready_at, self._num_failed_starts = True, time.monotonic(), 0
 
-    def _end(self, process: subprocess.Popen[bytes], status: int) -> None:
+    def _end(self, status: int) -> None:
         """Start the engine again, or end for good."""
         assert self._loop is not None and self._callbacks is not None, "it was started"
         self.pid = None
         if self._is_stopping:
-            self.state = "stopped"
             return
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         error, self.error = self.error, None
@@ -276,3 +265,12 @@ class EngineProcess:
         log.error("the engine's process has ended by %s%s; it is started again in %.0f s", how, because, delay)
         self.stage = f"the engine has ended by {how} and is started again"
         self._restart = self._loop.call_later(delay, self._launch)
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_seconds: float) -> int:
+    """Return the status of a process, which is killed if it does not end in time."""
+    try:
+        return process.wait(timeout_seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ from app.server.engine_host import (
     PlanChanged,
     SpeedChanged,
     StageBegun,
+    bind_service_threads,
     read_tokenizer,
 )
 from app.server.engine_process import EngineProcess
@@ -370,8 +372,7 @@ class ServerRuntime:
         patience = STOP_LOADING_SECONDS if self.worker.state == "loading" else STOP_SECONDS
         if self.host is not None:
             self.host.stopping.set()
-        self.worker.stop()
-        await asyncio.to_thread(self.worker.join, patience)
+        await self.worker.stop(patience)
         self._console.close()
         if self._tracer is not None:  # last: responses that were cut off have ended now
             await asyncio.to_thread(self._tracer.close, FLUSH_SECONDS)
@@ -429,7 +430,12 @@ class ServerRuntime:
         wait(self._preparing)
         read = self.worker.read_adapter if isinstance(self.worker, EngineProcess) else self._host_adapter
         self._console.close()
-        if self._is_served:  # the engine was started again
+        if isinstance(self.worker, EngineProcess):  # what the host does in its own process
+            bind_service_threads(prepared.plan.cpu.service_cpu_ids)
+            gc.collect()
+            gc.freeze()
+        if self._is_served:
+            log.info("the engine was started again")
             self.service.adapters.load_again()
             return
         self._is_served = True

@@ -185,8 +185,7 @@ class _Simulation:
 
     async def stop(self) -> None:
         await self.service.stop()
-        self.worker.stop()
-        await asyncio.to_thread(self.worker.join, 1.0)
+        await self.worker.stop(1.0)
 
     def set_rate(self, rate: float) -> None:
         if isinstance(self.worker, EngineProcess):
@@ -239,4 +238,6 @@ def serve(checkpoint: Path, in_process: bool) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), sys.argv[2:] == ["process"])
+    from armature_bench.http import simulated  # the engine's process finds the classes by this name
+
+    simulated.serve(Path(sys.argv[1]), sys.argv[2:] == ["process"])
