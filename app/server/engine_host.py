@@ -94,13 +94,17 @@ class EngineTexts:
 
 @dataclass(frozen=True, slots=True)
 class HostSurroundings:
-    """What a host is connected to. `texts` is called once the plan is final, and may take seconds."""
+    """What a host is connected to. `texts` is called once the plan is final, and may take seconds.
+
+    `is_alone` is False if the process has workers of other models, whose threads it must not bind.
+    """
 
     tell: Callable[[HostMessage], None]
     texts: Callable[[Prepared], EngineTexts]
     record: Callable[[float, StepStats, Cause | None], None]
     began: StepBegin
     slowed_by: Callable[[], Cause | None] = lambda: None
+    is_alone: bool = True
 
 
 class EngineHost:
@@ -151,7 +155,8 @@ class EngineHost:
         self._engine = engine = self._build_calibrated(report_stage)
         for name, decision in self.prepared.plan.decisions.items():
             log.debug("plan: %s = %s (%s)", name, decision.value, decision.reason)
-        bind_service_threads(self.prepared.plan.cpu.service_cpu_ids)
+        if self._surroundings.is_alone:
+            bind_service_threads(self.prepared.plan.cpu.service_cpu_ids)
         self._tell_speed()
         self._tell(EngineReady(engine.snapshot()))
         return engine

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
@@ -294,11 +295,27 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     return make_served_decoder(name, limits, tokenizer, chat, checkpoint, prepared.settings)
 
 
+def use_http_threads(number: int) -> None:
+    """Let the event loop run what takes longer in as many threads."""
+    pool = ThreadPoolExecutor(number, thread_name_prefix="armature-http")
+    asyncio.get_running_loop().set_default_executor(pool)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParts:
+    """What a runtime has from a process with several models: the model's metrics, and the machine's monitors."""
+
+    metrics: Metrics
+    power: PowerMonitor
+    thermal: ThermalMonitor
+
+
 class ServerRuntime:
     """The serving half of one model, and its engine in a thread of this process or in a process of its own.
 
     `on_fatal` is called when the engine cannot continue, and `on_ready` when it can serve, with the final plan, the
-    seconds since the start, and whether the model has a chat template; both on the engine's threads.
+    seconds since the start, and whether the model has a chat template; both on the engine's threads. `shared` None: it
+    is the only model of the process.
     """
 
     def __init__(
@@ -307,8 +324,9 @@ class ServerRuntime:
         on_fatal: Callable[[BaseException], None],
         on_ready: Callable[[Prepared, float, bool], None] = lambda prepared, seconds, has_chat: None,
         tracer: Tracer | None = None,
+        shared: SharedParts | None = None,
     ) -> None:
-        self._start, self._tracer = start, tracer
+        self._start, self._tracer, self._shared = start, tracer, shared
         self._on_fatal, self._on_ready = on_fatal, on_ready
         self._began = time.monotonic()
         self._is_stopping = self._is_served = False
@@ -319,25 +337,51 @@ class ServerRuntime:
         self._speculation: dict[str, Any] | None = None
         self._console = StartConsole(has_bars=start.settings.log_format == "text")
         self._cpu_stat = find_cpu_stat(HostFiles(Path("/")))
-        self.metrics = Metrics()
+        self.metrics = Metrics() if shared is None else shared.metrics
         self._steps = StepRecorder(self.metrics)
         facts, settings, gpu = start.facts, start.settings, start.plan.gpu(start.facts)
-        self._thermal_monitor = ThermalMonitor(self.metrics, facts.thermal)
+        self._thermal_monitor = ThermalMonitor(self.metrics, facts.thermal) if shared is None else shared.thermal
         self.host: EngineHost | None = None  # in this process
         self.worker: Worker | EngineProcess
         if start.plan.steps.engine_process:
             self.worker = EngineProcess(self._recipe, self._take, self._steps, self._fail_requests, start.model_name)
         else:
             surroundings = HostSurroundings(
-                self._take, self._texts, self._steps.record, self._steps.began, self._thermal_monitor.cause
+                self._take,
+                self._texts,
+                self._steps.record,
+                self._steps.began,
+                self._thermal_monitor.cause,
+                is_alone=shared is None,
             )
             self.host = EngineHost(start, surroundings)
             self.worker = Worker(self.host.build, self.host.monitor)
         self.service = Service(self.worker, self.metrics)
-        self._power_monitor = PowerMonitor(
-            self.metrics, facts.power, lambda: self.service.idle, settings.watts, settings.hourly_price, gpu
+        self._power_monitor = (
+            PowerMonitor(
+                self.metrics, facts.power, lambda: self.service.idle, settings.watts, settings.hourly_price, gpu
+            )
+            if shared is None
+            else shared.power
         )
         DeploymentGauges(self.metrics, self._deployment)
+
+    @property
+    def alive(self) -> bool:
+        """True while the worker runs."""
+        return self.worker.alive
+
+    @property
+    def prepared_start(self) -> Prepared | UnfetchedModel:
+        return self._start
+
+    def runtime_among(self, process: ApiRuntime) -> ApiRuntime:
+        """Return the runtime of one of several models of a process."""
+        names = ModelNames(self._start.settings.served_model_name[1:])
+        capacity = self._steps.capacity
+        return replace(
+            process, service=self.service, metrics=self.metrics, info=self._info, names=names, capacity=capacity
+        )
 
     def runtime(self) -> ApiRuntime:
         settings = self._start.settings
@@ -353,11 +397,11 @@ class ServerRuntime:
         )
 
     async def start(self) -> None:
-        pool = ThreadPoolExecutor(self._start.plan.cpu.http_threads, thread_name_prefix="armature-http")
-        asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
-        self._power_monitor.start()
-        self._thermal_monitor.start()
+        if self._shared is None:
+            use_http_threads(self._start.plan.cpu.http_threads)
+            self._power_monitor.start()
+            self._thermal_monitor.start()
         if self.host is None:
             self.worker.start(Callbacks(self._take_output, self._engine_failed))
         else:
@@ -365,8 +409,9 @@ class ServerRuntime:
 
     async def stop(self) -> None:
         """Stop everything after responses were sent or cut off, waiting for the worker for limited time."""
-        self._power_monitor.stop()
-        self._thermal_monitor.stop()
+        if self._shared is None:
+            self._power_monitor.stop()
+            self._thermal_monitor.stop()
         self._is_stopping = True
         await self.service.stop()
         patience = STOP_LOADING_SECONDS if self.worker.state == "loading" else STOP_SECONDS
@@ -374,7 +419,7 @@ class ServerRuntime:
             self.host.stopping.set()
         await self.worker.stop(patience)
         self._console.close()
-        if self._tracer is not None:  # last: responses that were cut off have ended now
+        if self._tracer is not None and self._shared is None:  # last: responses that were cut off have ended now
             await asyncio.to_thread(self._tracer.close, FLUSH_SECONDS)
 
     # ---- from the engine's threads -----------------------------------------------------------------------------------
@@ -431,7 +476,8 @@ class ServerRuntime:
         read = self.worker.read_adapter if isinstance(self.worker, EngineProcess) else self._host_adapter
         self._console.close()
         if isinstance(self.worker, EngineProcess):  # what the host does in its own process
-            bind_service_threads(prepared.plan.cpu.service_cpu_ids)
+            if self._shared is None:  # it would bind the workers of other models too
+                bind_service_threads(prepared.plan.cpu.service_cpu_ids)
             gc.collect()
             gc.freeze()
         if self._is_served:

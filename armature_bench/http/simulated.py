@@ -1,9 +1,10 @@
-"""Armature's HTTP server with a simulated engine, for what a streamed token costs (`overhead.py`).
+"""Armature's HTTP server with a simulated engine, for what a request or a streamed token costs (`overhead.py`).
 
 The engine makes a token with one space for each open request at fixed intervals, and computes nothing, so the figures
-are the cost of the way from the worker's events to the sockets. `armature bench overhead` starts the server as a child
-process: `python -m armature_bench.http.simulated CHECKPOINT thread|process`, where the last word says where the engine
-runs. It prints its port; for each line on standard input it prints a line of JSON with counters.
+are the cost of the way from the sockets to the worker and back. An encoder answers with random vectors. `armature bench
+overhead` starts the server as a child process: `python -m armature_bench.http.simulated MODEL thread|process`, where
+the last word says where the engine runs. It prints its port; for each line on standard input it prints a line of JSON
+with counters.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import socket
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,34 +29,59 @@ import uvicorn
 from app.api.routing import ApiRuntime
 from app.engine.worker import Callbacks, Engine, Worker
 from app.errors import RequestError
-from app.messages import Abort, Event, Generate, RequestFailed, SequenceFinished, TokensReady
+from app.hardware.step_times import StepTimes, StepTimeTable
+from app.messages import (
+    Abort,
+    Array,
+    ArraysReady,
+    Encode,
+    Event,
+    Generate,
+    RequestFailed,
+    SequenceFinished,
+    TokensReady,
+)
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
 from app.metrics.step_monitor import StepBegin, StepRecorder
 from app.metrics.steps import EngineSnapshot, StepStats
+from app.models.encoders.config import EncoderConfig
 from app.server.app import create_app
 from app.server.channel import Channel, Output, Pickled
 from app.server.engine_child import HostedEngine, fail
 from app.server.engine_host import EngineReady, HostMessage
 from app.server.engine_process import EngineProcess
+from app.server.log_output import log_to_stderr
 from app.server.process import SWITCH_SECONDS, server_config
-from app.service.served_model import ServedDecoder, ServingLimits
+from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServingLimits
 from app.service.service import Service
-from app.settings import load_settings
+from app.settings import Settings, load_settings
+from app.text.chat import open_chat_template
 from app.text.tokenizer import Tokenizer
+from app.weights.checkpoint import open_checkpoint
+from app.weights.open import find_model
 from armature_bench.http.overhead import PACED_RATE, STREAM_TOKENS
 
 _MODEL = "simulated"
 _TEXT = "The keeper of the lighthouse wrote a letter to his sister every Sunday, and she answered in verse. "
+# The service predicts each request's wait by such a table.
+_POINTS = ((1, 0.001), (512, 0.05))
 _LATE_SECONDS = 0.05  # that the engine catches up, at most
 
 
 class SimulatedEngine:
-    """An engine that makes `rate` tokens per second for all open requests, and computes nothing."""
+    """An engine that makes `rate` tokens per second for all open requests, and computes nothing.
+
+    `token_ids` are sampled in turn. `vector_size` is of an encoder, which answers each request in its next step.
+    """
 
     batching_delay_seconds = 0.0
 
-    def __init__(self, token_ids: tuple[int, ...]) -> None:
+    def __init__(self, token_ids: tuple[int, ...], vector_size: int = 0) -> None:
+        table = StepTimeTable(_POINTS, _POINTS, encode_points=_POINTS if vector_size else ())
+        self._step_times = StepTimes(table, 512)
+        self._vector = array("f", (random.gauss() for _ in range(vector_size))).tobytes()
+        self._encodes: list[Encode] = []
         self.rate = PACED_RATE
         self.stats: StepStats | None = None
         self._token_ids = token_ids
@@ -61,10 +90,13 @@ class SimulatedEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._open)
+        return bool(self._open or self._encodes)
 
-    def add(self, order: Generate) -> list[Event]:
-        self._open[order.request_id] = order.params.max_tokens or STREAM_TOKENS
+    def add(self, order: Generate | Encode) -> list[Event]:
+        if isinstance(order, Encode):
+            self._encodes.append(order)
+        else:
+            self._open[order.request_id] = order.params.max_tokens or STREAM_TOKENS
         return []
 
     def abort(self, command: Abort) -> list[Event]:
@@ -84,7 +116,14 @@ class SimulatedEngine:
         for request_id in [one for one, left in self._open.items() if not left]:
             events.append(SequenceFinished(request_id, 0, "length"))
             del self._open[request_id]
+        events += map(self._vectors, self._encodes)
+        self._encodes.clear()
         return events
+
+    def _vectors(self, command: Encode) -> ArraysReady:
+        number = len(command.texts)
+        vectors = Array("FP32", (number, len(self._vector) // 4), number * self._vector)
+        return ArraysReady(command.request_id, {"embedding": vectors})
 
     def fail(self) -> list[Event]:
         return []
@@ -98,7 +137,7 @@ class SimulatedEngine:
 
     def snapshot(self) -> EngineSnapshot:
         rows = tuple((STREAM_TOKENS - left, left) for left in self._open.values())
-        return EngineSnapshot(len(self._open), stepped_at=time.monotonic(), rows=rows)
+        return EngineSnapshot(len(self._open), stepped_at=time.monotonic(), rows=rows, step_times=self._step_times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +148,14 @@ class _SetRate:
 @dataclass(frozen=True, slots=True)
 class _Recipe:
     token_ids: tuple[int, ...]
+    vector_size: int = 0
 
     @property
     def log_level(self) -> str:
         return "info"
 
     def make(self, channel: Channel, began: StepBegin) -> HostedEngine:
-        return _HostedSimulation(SimulatedEngine(self.token_ids), channel)
+        return _HostedSimulation(SimulatedEngine(self.token_ids, self.vector_size), channel)
 
 
 class _HostedSimulation:
@@ -148,21 +188,17 @@ class _Simulation:
     """The serving half: the worker in a thread or in a process, with the service and the counters."""
 
     def __init__(self, checkpoint: Path, in_process: bool) -> None:
-        tokenizer = Tokenizer(checkpoint)
-        limits = ServingLimits(2 * STREAM_TOKENS, 1024, 1024, 3600.0, tokenizer.vocab_size)
-        ids = tokenizer.encode(_TEXT, add_special_tokens=False)
-        recipe = _Recipe(tuple(one for one in ids if (tokenizer.piece(one) or "").count(" ") == 1))
+        self._model, recipe = _served(checkpoint)
         self.num_tokens = 0
         self.metrics = Metrics()
         recorder = StepRecorder(self.metrics)
-        self._engine = SimulatedEngine(recipe.token_ids)
+        self._engine = SimulatedEngine(recipe.token_ids, recipe.vector_size)
         self.worker: Worker | EngineProcess = (
             EngineProcess(lambda: recipe, self._take, recorder, self._fail, _MODEL)
             if in_process
             else Worker(self._build)
         )
         self.service = Service(self.worker, self.metrics)
-        self._model = ServedDecoder(_MODEL, limits, tokenizer, None)
 
     def _build(self, report: Callable[[str | LoadProgress], None]) -> Engine:
         return self._engine
@@ -200,6 +236,18 @@ class _Simulation:
         return {"loop": time.thread_time(), "process": seconds, "tokens": self.num_tokens}
 
 
+def _served(path: Path) -> tuple[ServedModel, _Recipe]:
+    path, _ = find_model(path)
+    checkpoint, tokenizer = open_checkpoint(path), Tokenizer(path)
+    limits = ServingLimits(2 * STREAM_TOKENS, 1024, 1024, 3600.0, tokenizer.vocab_size)
+    if isinstance(config := checkpoint.model_config, EncoderConfig):
+        return ServedEncoder(_MODEL, limits, tokenizer, config), _Recipe((), config.embedding_size)
+    chat = open_chat_template(path, tokenizer.config, tokenizer.named_tokens)
+    ids = tokenizer.encode(_TEXT, add_special_tokens=False)
+    recipe = _Recipe(tuple(one for one in ids if (tokenizer.piece(one) or "").count(" ") == 1))
+    return ServedDecoder(_MODEL, limits, tokenizer, chat), recipe
+
+
 def _cpu_seconds(pid: int | None) -> float:
     """Return the processor time of another process, where /proc has it."""
     try:
@@ -212,9 +260,17 @@ def _cpu_seconds(pid: int | None) -> float:
 def serve(checkpoint: Path, in_process: bool) -> None:
     """Serve until standard input ends."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    simulation = _Simulation(checkpoint, in_process)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the plan sets it
+    settings = load_settings()[0]
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        with redirect_stderr(nowhere):
+            log_to_stderr(settings)  # a line for each request is part of its cost
+        _serve(settings, _Simulation(checkpoint, in_process))
+
+
+def _serve(settings: Settings, simulation: _Simulation) -> None:
     runtime = ApiRuntime(simulation.service, simulation.metrics, simulation, dict, 1)
-    server = uvicorn.Server(server_config(create_app(runtime), load_settings()[0]))
+    server = uvicorn.Server(server_config(create_app(runtime), settings))
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
 
     async def run() -> None:

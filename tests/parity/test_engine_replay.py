@@ -61,7 +61,7 @@ def served(
 ) -> tuple[dict[str, list[int]], DecoderReplay]:
     """What every request was told, of a run in which requests join, share a prefix, draw, fork, leave early and end."""
     config: Any = model.config
-    cache = KvCache(KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), kv)
+    cache = KvCache(KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), kv)
     replay = DecoderReplay(cast(Decoder, model), "" if enabled else "for this test", record_after=0)
     backend = CpuBackend(torch.float32 if kv == torch.float32 else torch.bfloat16)
     runner = CpuDecoderRunner(replay, cache, backend, Sampler(config.vocab_size))
@@ -184,7 +184,9 @@ def test_a_model_that_does_something_else_stays_eager_and_says_what(tmp_path: Pa
 def test_steps_of_a_new_shape_are_first_until_they_are_run_again(tmp_path: Path) -> None:
     model: Any = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN)
     config, replay = model.config, DecoderReplay(model)
-    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), torch.bfloat16)
+    cache = KvCache(
+        KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.bfloat16
+    )
     runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
     scheduler = Scheduler(
         KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24), {1}

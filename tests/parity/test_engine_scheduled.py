@@ -33,7 +33,9 @@ class Served:
 
     def __init__(self, model: torch.nn.Module, capacity: int = SLOTS * MAX_LEN, max_batch_tokens: int = 24) -> None:
         config: Any = model.config
-        cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), torch.float32)
+        cache = KvCache(
+            KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.float32
+        )
         runner = CpuDecoderRunner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
         self.pool = KvSlots(SLOTS, capacity)
         limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)

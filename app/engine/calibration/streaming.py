@@ -142,7 +142,7 @@ class WindowScorer:
     def __init__(self, model: nn.Module, config: ModelConfig, kv_dtype: torch.dtype, backend: HostBackend) -> None:
         self._model = model
         shape = KvShape(
-            config.cache_layers, 1, min(WINDOW_TOKENS, config.max_model_len), config.cache_heads, config.head_dim
+            config.cache_layers, 1, min(WINDOW_TOKENS, config.max_model_len), config.cache_heads, config.cache_head_dim
         )
         self._attention = StepAttention(KvCache(shape, kv_dtype), backend)
 
@@ -282,7 +282,7 @@ class StreamedCalibration:
             raise SettingsInvalid("The model knows none of the tokens that its tokenizer makes of the text.")
         self._probed = max(range(len(self._windows)), key=lambda number: len(self._windows[number]))
         self._probe_tokens = SMALL_PROBE_TOKENS if is_small else PROBE_TOKENS
-        shape = KvShape(config.cache_layers, 1, window_tokens, config.cache_heads, config.head_dim)
+        shape = KvShape(config.cache_layers, 1, window_tokens, config.cache_heads, config.cache_head_dim)
         self._attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
         self.losses: dict[tuple[str, ...], float] = {}
         self._expected: dict[int, Tensor] = {}  # rows before the exact output layer, by the window's number

@@ -200,7 +200,7 @@ class DecoderTrial:
         config = self.config
         self._num_ids = min(config.vocab_size, MAX_TOKEN_IDS)
         rows = max(CONTEXT_ROWS, max(self.decode_rows()))
-        shape = KvShape(self.few_layers, rows, self.max_len, config.cache_heads, config.head_dim)
+        shape = KvShape(self.few_layers, rows, self.max_len, config.cache_heads, config.cache_head_dim)
         self._stage = make_stage(config, plan, shape)
         self._runners = {layers: self._runner(layers) for layers in self.layer_counts}
         self._has_context = False

@@ -69,9 +69,13 @@ class Placement:
 
 
 class KvSlots:
-    """All slots and their common token budget; `num_slots` should be twice the number of running sequences."""
+    """All slots and their common token budget; `num_slots` should be twice the number of running sequences.
 
-    def __init__(self, num_slots: int, capacity_tokens: int, tokens_per_page: int = 1) -> None:
+    `shares` False: nothing that a sequence computed is read by another one.
+    """
+
+    def __init__(self, num_slots: int, capacity_tokens: int, tokens_per_page: int = 1, *, shares: bool = True) -> None:
+        self.shares = shares
         self.slots = [KvSlot(index) for index in range(num_slots)]
         self.tokens_per_page = tokens_per_page
         self.capacity_tokens = capacity_tokens // tokens_per_page * tokens_per_page
@@ -121,7 +125,7 @@ class KvSlots:
         slot.running = False
         slot.token_ids = slot.token_ids[: slot.num_tokens]
         self._tick(slot)
-        self._shrink(slot, max(min(keep, slot.num_tokens), self._pinned(slot)))
+        self._shrink(slot, max(min(keep if self.shares else 0, slot.num_tokens), self._pinned(slot)))
 
     def take_released(self) -> tuple[tuple[int, int, int], ...]:
         """Return the pages no longer accounted for, once each, as (slot, first position, end position)."""
@@ -379,6 +383,8 @@ class KvAllocator:
         return copies
 
     def _placements(self, sequence: Sequence) -> Iterator[Placement]:
+        if not self.pool.shares:
+            return iter((Placement(),))
         # The prompt of a further choice was computed in order to be shared, so any length is reused. A beam search
         # begins in a slot without a shared prefix, because its beams will share that slot.
         minimum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1

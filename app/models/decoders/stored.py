@@ -55,14 +55,16 @@ def is_transposed(config: ModelConfig, name: str) -> bool:
 class HeadRows:
     """The order in which a file has the rows of `heads` query heads, then `kv_heads` key and value heads.
 
-    `grouped`: for each key/value head its queries, its key and its value follow each other. `rotated`: elements of each
+    They are in as many `blocks`, in each of which its queries, its keys and its values follow each other, or values come
+    before keys. `rotated`: elements of each
     query and key for a rotation of neighbours: 2i + j in the file is i + j · rotated / 2 here.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
-    grouped: bool = False
+    blocks: int = 1
+    values_first: bool = False
     rotated: int = 0
 
     def stored_rows(self) -> tuple[int, ...]:
@@ -79,13 +81,14 @@ def _stored_rows(order: HeadRows) -> tuple[int, ...]:
 
 def _heads(order: HeadRows) -> Iterator[tuple[int, bool]]:
     """Yield the head in the file of each head here, and True if it is a value."""
-    heads, kv_heads = order.heads, order.kv_heads
-    shared = heads // kv_heads if order.grouped else 0
-    for head in range(heads):
-        yield head + 2 * (head // shared) if order.grouped else head, False
+    queries, keys = order.heads // order.blocks, order.kv_heads // order.blocks
+    block = queries + 2 * keys
+    for head in range(order.heads):
+        yield head // queries * block + head % queries, False
     for part in range(2):
-        for head in range(kv_heads):
-            yield (head + 1) * (shared + 2) - 2 + part if order.grouped else heads + part * kv_heads + head, part == 1
+        place = 1 - part if order.values_first else part
+        for head in range(order.kv_heads):
+            yield head // keys * block + queries + place * keys + head % keys, part == 1
 
 
 def _elements(order: HeadRows, is_value: bool) -> Iterator[int]:
@@ -98,11 +101,12 @@ def head_rows(config: ModelConfig, name: str) -> HeadRows | None:
     """Return the order of the stored rows of a tensor, by our name; None: as here."""
     rope = next((rope for rope in config.ropes if rope is not None), None)
     rotated = rope.dim if config.interleaved_rope and rope is not None else 0
-    grouped = config.qkv_layout == "grouped"
+    blocks = {"stacked": 1, "grouped": config.num_kv_heads, "quarters": 4}[config.qkv_layout]
     part = name.rpartition(".")[0].rpartition(".")[2]
     norm = config.head_norm
-    if part == "qkv_proj" and (rotated or grouped):
-        return HeadRows(config.num_heads, config.num_kv_heads, config.head_dim, grouped, rotated)
+    if part == "qkv_proj" and (rotated or blocks > 1):
+        values_first = config.qkv_layout == "quarters"
+        return HeadRows(config.num_heads, config.num_kv_heads, config.head_dim, blocks, values_first, rotated)
     if not rotated:
         return None
     if part in ("q_norm", "k_norm") and norm is not None and norm.scope == "shared":
