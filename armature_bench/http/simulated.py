@@ -218,6 +218,8 @@ class _Simulation:
         await self.service.start()
         self.service.serve(self._model)
         self.worker.start(Callbacks(self._take_output, self._fail))
+        while self.worker.state == "loading":  # connections wait for the end of this startup
+            await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
         await self.service.stop()
