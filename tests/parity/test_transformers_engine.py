@@ -23,11 +23,11 @@ from transformers_checkpoints import (
 CLASSES = {
     "CodeGenForCausalLM": (True, True),  # keys and values
     "MistralForCausalLM": (True, True),  # of a window
-    "RobertaForCausalLM": (True, True),  # positions that begin after the padding token's
+    "RobertaForCausalLM": (True, False),  # positions that begin after the padding token; tokens that see the later ones
     "MambaForCausalLM": (True, False),  # states
     "JambaForCausalLM": (True, False),  # both, with experts
     "RwkvForCausalLM": (False, None),  # states in lists
-    "OpenAIGPTLMHeadModel": (False, None),  # nothing: every step computes all tokens
+    "OpenAIGPTLMHeadModel": (True, None),  # nothing: every step computes all tokens
 }
 FEW = ("MistralForCausalLM", "MambaForCausalLM")
 
