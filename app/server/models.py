@@ -107,7 +107,7 @@ class ModelRegistry:
         tracer: Tracer | None = None,
     ) -> None:
         self._on_fatal, self._on_ready, self._tracer = on_fatal, on_ready, tracer
-        self.entries = [ModelEntry(settings) for settings in models]
+        self.entries = [ModelEntry(_in_own_process(settings)) for settings in models]
         self.may_control = common.model_control == "on"
         self.is_healthy, self._is_stopping = True, False
         facts = probe()
@@ -460,6 +460,18 @@ class ModelRegistry:
     def _retry(self, entry: ModelEntry) -> None:
         if entry.state == "failed" and not self._is_stopping:
             self._begin_load(entry)
+
+
+def _in_own_process(settings: Settings) -> Settings:
+    """Let the engine compute in a process of its own: the kernels' threads serve one engine, and unloading frees all memory.
+
+    Raises `SettingsInvalid` if it may not.
+    """
+    if settings.engine_process == "off":
+        raise SettingsInvalid(
+            "engine_process must not be off for several models, or one that is unloaded: each computes in a process."
+        )
+    return settings.model_copy(update={"engine_process": "on"})
 
 
 def _wish(start: Start | None) -> MemoryWish | None:

@@ -71,8 +71,12 @@ class StepOptionInputs:
 
 
 def _engine_process(settings: Settings, device: str) -> Decision[bool]:
-    if settings.engine_process != "auto":
-        return Decision(settings.engine_process == "on", "Asked for.")
+    if settings.engine_process == "on":
+        return Decision(
+            True, "Asked for, or one of several models: the kernels' threads serve one engine in a process."
+        )
+    if settings.engine_process == "off":
+        return Decision(False, "Asked for.")
     if device != "cpu":
         return Decision(True, "A GPU's steps are shorter than what the server does for their tokens in Python.")
     return Decision(
