@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import zip_longest
 from pathlib import Path
+from textwrap import fill
 
 from app.models.decoders.families import DECODER_FAMILIES, UNSUPPORTED
 from tools.generated_page import write_or_check
+from tools.transformers_classes import RESULTS, is_served
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 HEAD = """# Families of decoders
@@ -52,14 +55,23 @@ any length.
 
 A class with a slash is served as the text half of a model whose text model has the type after it.
 
-| `architectures` | models | `architectures` | models |
-|---|---|---|---|
+| `architectures` | models | `architectures` | models | `architectures` | models |
+|---|---|---|---|---|---|
+"""
+BY_TRANSFORMERS = """
+## Computed by transformers
+
+With the extra (`pip install 'armature-serve[transformers]'`) the library of that name computes every other class of its
+causal mapping, in BF16 or FP32, with our scheduler, sampling and APIs; `--engine transformers` asks for it also where
+a family is native. The plan says what is missing there. Code of a checkpoint's own is never run (`trust_remote_code`
+stays off). A loaded model is tried: its rows are batched and its prompts computed in parts only if that gives the same
+logits. `python -m tools.transformers_classes` serves a tiny checkpoint of each class, whose greedy text must be that of
+`generate`, alone and in a crowd: {served} of {total} classes pass.
 """
 REFUSED = """
-## Refused
+## Not native
 
-An architecture in this table is refused with its reason, any other one with a list of those that are served. A name
-stands for all classes that begin with it.
+What these classes need no native engine has; a name stands for all classes that begin with it.
 
 | what the model needs | architectures |
 |---|---|
@@ -68,10 +80,24 @@ stands for all classes that begin with it.
 
 def page() -> str:
     cells = [f"| `{name}` | {family.title} " for name, family in DECODER_FAMILIES.items()]
-    pairs = zip_longest(cells[::2], cells[1::2], fillvalue="| | ")
-    served = (f"{first}{second}|\n" for first, second in pairs)
+    lines = zip_longest(*(cells[place::3] for place in range(3)), fillvalue="| | ")
+    served = ("".join(line) + "|\n" for line in lines)
     refused = (f"| {need} | {', '.join(prefixes)} |\n" for need, prefixes in UNSUPPORTED.items())
-    return HEAD + "".join(served) + REFUSED + "".join(refused)
+    return HEAD + "".join(served) + by_transformers() + REFUSED + "".join(refused)
+
+
+def by_transformers() -> str:
+    results: dict[str, str] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    passed = sum(map(is_served, results.values()))
+    alone = [name.removesuffix("ForCausalLM") for name, result in results.items() if result == "one by one"]
+    others = [
+        f"{name.removesuffix('ForCausalLM')} ({result.partition(':')[0]})"
+        for name, result in results.items()
+        if not is_served(result)
+    ]
+    said = f"Not batched: {', '.join(alone)}.\n\nDo not pass: {', '.join(others)}."
+    text = BY_TRANSFORMERS.format(served=passed, total=len(results)).rstrip("\n")
+    return text + "\n\n" + "\n".join(fill(part, 120) for part in said.split("\n")) + "\n"
 
 
 def main(arguments: list[str]) -> int:
