@@ -185,7 +185,7 @@ async def test_when_the_worker_dies_all_requests_are_notified() -> None:
         orders = await worker.orders(3)
         service.on_events(tokens(orders[0].request_id, "some"))
         worker.alive, worker.state = False, "failed"
-        service.on_worker_exit()
+        service.on_worker_exit(StepFailed("The engine has stopped."))
         for client in clients:
             with pytest.raises(StepFailed, match="engine has stopped"):
                 await client.over()
@@ -223,7 +223,7 @@ async def test_words_after_the_loop_has_ended_are_lost_without_harm() -> None:
         kept: list = []
         asyncio.run(serve_once())
         kept[0].on_events(tokens("r", "late"))
-        kept[0].on_worker_exit()
+        kept[0].on_worker_exit(StepFailed("The engine has stopped."))
 
     await asyncio.to_thread(in_its_own_loop)
 
@@ -253,7 +253,7 @@ async def _play(script: list[tuple[str, int, str]], n: int) -> None:
             if what == "leave":
                 client.task.cancel()
             elif what == "die":
-                service.on_worker_exit()
+                service.on_worker_exit(StepFailed("The engine has stopped."))
             elif what == "fail":
                 service.on_events([RequestFailed(name, StepFailed("no"))])
             elif choice < n:
