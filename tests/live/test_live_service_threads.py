@@ -43,7 +43,8 @@ def test_only_the_worker_uses_the_performance_cores(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(prepare, "probe", lambda: replace(probe(), cores=cores))
     monkeypatch.setattr(plan_threads, "_MIN_SERVICE_CORES", 1)
     with live(DEMO_DIRECTORY) as server:
-        assert server.generate(max_tokens=2).status_code == 200  # its prompt is tokenized by a thread that starts now
+        # A long prompt is tokenized by a thread that starts now.
+        assert server.generate(prompt="Once upon a time " * 70, max_tokens=2).status_code == 200
         found = masks()
         assert found.pop("armature-worker") == {fast}
         assert any(name.startswith("armature-text") for name in found)
