@@ -271,7 +271,9 @@ async def infer(call: ApiCall) -> Response:
     return await render_response(model.name, inference, result)
 
 
-def _parse_inference(model: ServedModel, head: bytes | bytearray, tail: bytes | None, report: ReportIgnored) -> InferRequest:
+def _parse_inference(
+    model: ServedModel, head: bytes | bytearray, tail: bytes | None, report: ReportIgnored
+) -> InferRequest:
     if isinstance(model, ServedDecoder):
         raise WrongModelKind(
             f"{model.name!r} generates text: use /v2/models/{model.name}/generate, or serve an encoder.", field="model"

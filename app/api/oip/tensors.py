@@ -237,7 +237,9 @@ def split_body(request: Request, body: bytes | bytearray) -> tuple[bytes | bytea
     return body[:length], bytes(memoryview(body)[length:])
 
 
-def parse_infer_request(head: bytes | bytearray, tail: bytes | None, report: ReportIgnored | None = None) -> InferRequest:
+def parse_infer_request(
+    head: bytes | bytearray, tail: bytes | None, report: ReportIgnored | None = None
+) -> InferRequest:
     """Parse the body and check every tensor's datatype, shape and bytes for consistency.
 
     The model's own requirements are checked later.
