@@ -46,7 +46,8 @@ _TRAINING = (
     " attn_dropout layerdrop mlp_dropout classifier_dropout classifier_dropout_prob summary_first_dropout qa_dropout seq_classif_dropout"
     " output_router_logits router_aux_loss_coef router_z_loss_coef aux_loss_alpha seq_aux input_jitter_noise"
     " router_jitter_noise use_auxfree sparse_prediction sparse_pred_ignore_index repad_logits_with_grad altup_coef_clip"
-    " mtp_loss_scaling_factor gradient_checkpointing"
+    " mtp_loss_scaling_factor gradient_checkpointing z_loss_coefficient time_step_rank time_step_min time_step_max"
+    " time_step_floor"
 )
 # What other implementations compute with, and what they return. `pretraining_tp` splits sums, `slow_but_exact` and
 # `reorder_and_upcast_attn` order them otherwise; `qk_head_dim` is a sum of two others.
@@ -56,13 +57,15 @@ _IMPLEMENTATION = (
     " deterministic_flash_attn reference_compile use_flash_attn fused_bias_fc fused_dropout_add_ln use_xentropy"
     " pad_vocab_size_multiple unpad_inputs use_memory_efficient_attention pack_qkv norm_type embedding_fraction"
     " learned_pos_emb use_flash_rotary tie_encoder_decoder pruned_heads is_decoder"
-    " max_cache_len cache_implementation"
+    " max_cache_len cache_implementation num_logits_to_keep mamba_chunk_size chunk_size mamba_ssm_dtype mamba_ssm_cache_dtype"
+    " use_mamba_kernels residual_in_fp32"
 )
 # Tokens, which the tokenizer's files and generation_config.json decide; eos_token_id is read with these.
 _TOKENS = (
     "bos_token_id eos_token_id pad_token_id eod_token_id sep_token_id cls_token_id mask_token_id unk_token_id"
     " decoder_start_token_id image_token_index image_token_id boi_token_index eoi_token_index boi_token_id eoi_token_id audio_token_id"
     " boa_token_id eoa_token_id eoa_token_index mm_tokens_per_image vision_soft_tokens_per_image audio_soft_tokens_per_image"
+    " video_token_id vision_start_token_id vision_end_token_id"
     " suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids max_length min_length"
     " do_sample temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams"
     " num_beam_groups diversity_penalty num_return_sequences early_stopping encoder_no_repeat_ngram_size prefix"
@@ -73,6 +76,7 @@ _TENSORS = "tie_word_embeddings attention_bias mlp_bias use_bias"
 # Heads and layers that are not served: those that predict further tokens, answers or sums of a text.
 _HEADS = (
     "num_nextn_predict_layers num_mtp_layers summary_type summary_use_proj summary_activation summary_proj_to_labels"
+    " mtp_num_hidden_layers mtp_use_dedicated_embeddings"
     " summary_last_dropout decoder_bias classifier_bias classifier_pooling classifier_activation sinusoidal_pos_embds"
     " matryoshka_dimensions lora_adaptations lora_rank lora_dropout_p lora_alpha"
     " lora_main_params_trainable load_trained_adapters emb_pooler truncate_dim task_instructions"

@@ -18,61 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from armature_kernels.attention.recurrent_sizes import STATE_COLUMNS, RecurrentSizes
 from armature_kernels.linear.activations import ROW_DTYPES
 from armature_kernels.native.arguments import OpCode, RecurArguments, RecurInputsArguments
 from armature_kernels.native.memory import Int64Buffer, empty
 from armature_kernels.native.operations import has_kernel, run_operation
-
-_COLUMNS = 32  # STATE_COLUMNS of csrc/ops.h
-MAX_WIDTH = 8  # MOST_WIDTH of csrc/ops.h
-_ALIGNMENT = 16  # fp32 elements of a cache line
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentSizes:
-    """The heads of a recurrent layer, and the positions of its convolution.
-
-    Each of `heads` has a state [key_size, value_size]; queries and keys are those of `key_heads`. `has_delta`: the gated
-    delta rule, else Mamba-2, where keys are called B, queries C, values x, and key heads groups.
-    """
-
-    heads: int
-    key_heads: int
-    key_size: int
-    value_size: int
-    width: int
-    has_delta: bool
-
-    @property
-    def keys(self) -> int:
-        """Elements of the keys of a token."""
-        return self.key_heads * self.key_size
-
-    @property
-    def values(self) -> int:
-        """Elements of the values of a token."""
-        return self.heads * self.value_size
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values, or in Mamba-2 values, keys and queries."""
-        return 2 * self.keys + self.values
-
-    @property
-    def places(self) -> tuple[int, int, int]:
-        """The first channels of queries, keys and values."""
-        return (0, self.keys, 2 * self.keys) if self.has_delta else (self.values + self.keys, self.values, 0)
-
-    @property
-    def tail_elements(self) -> int:
-        """Elements of the convolution's state, rounded up to whole cache lines."""
-        return -(-(self.width - 1) * self.channels // _ALIGNMENT) * _ALIGNMENT
-
-    @property
-    def state_elements(self) -> int:
-        """fp32 elements of a sequence's state in this layer."""
-        matrices = self.heads * -(-self.value_size // _COLUMNS) * _COLUMNS * self.key_size
-        return self.tail_elements + matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +164,7 @@ def _convolved(x: Tensor, layer: Recurrence, state: Tensor) -> Tensor:
 
 def _recurred(mixed: Tensor, decays: Tensor, factors: Tensor, layer: Recurrence, state: Tensor) -> Tensor:
     sizes = layer.sizes
-    stored = state[sizes.tail_elements : sizes.state_elements].view(sizes.heads, -1, sizes.key_size, _COLUMNS)
+    stored = state[sizes.tail_elements : sizes.state_elements].view(sizes.heads, -1, sizes.key_size, STATE_COLUMNS)
     matrix = stored.transpose(1, 2).flatten(2)[..., : sizes.value_size].clone()
     query, key, value = (
         mixed[:, place : place + size].view(len(mixed), heads, -1)
@@ -235,8 +185,8 @@ def _recurred(mixed: Tensor, decays: Tensor, factors: Tensor, layer: Recurrence,
         known = torch.einsum("hk,hkv->hv", key[at], matrix) if sizes.has_delta else 0.0
         matrix += key[at, :, :, None] * ((value[at] - known) * factors[at, :, None])[:, None]
         results.append(torch.einsum("hk,hkv->hv", query[at], matrix))
-    padded = F.pad(matrix, (0, stored.shape[1] * _COLUMNS - sizes.value_size))
-    stored.copy_(padded.view(sizes.heads, sizes.key_size, -1, _COLUMNS).transpose(1, 2))
+    padded = F.pad(matrix, (0, stored.shape[1] * STATE_COLUMNS - sizes.value_size))
+    stored.copy_(padded.view(sizes.heads, sizes.key_size, -1, STATE_COLUMNS).transpose(1, 2))
     result = torch.stack(results)
     if layer.skips is not None:
         result += value * layer.skips[:, None]

@@ -69,9 +69,16 @@ class Placement:
 
 
 class KvSlots:
-    """All slots and their common token budget; `num_slots` should be twice the number of running sequences."""
+    """All slots and their common token budget; `num_slots` should be twice the number of running sequences.
 
-    def __init__(self, num_slots: int, capacity_tokens: int, tokens_per_page: int = 1) -> None:
+    `has_states`: a slot also holds the recurrent state after the sequence's last computed token, and no other. So a
+    prefix cannot be reused, and a fork copies the state.
+    """
+
+    def __init__(
+        self, num_slots: int, capacity_tokens: int, tokens_per_page: int = 1, has_states: bool = False
+    ) -> None:
+        self.has_states = has_states
         self.slots = [KvSlot(index) for index in range(num_slots)]
         self.tokens_per_page = tokens_per_page
         self.capacity_tokens = capacity_tokens // tokens_per_page * tokens_per_page
@@ -350,7 +357,13 @@ class KvAllocator:
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Place a child that continues its parent's computed tokens. False if there is no capacity."""
         assert parent.slot is not None, "only a running sequence has children"
-        return self._allocate(child, shared_placement(self.pool.slots[parent.slot], parent.num_computed))
+        end = parent.num_computed
+        if not self._allocate(child, shared_placement(self.pool.slots[parent.slot], end)):
+            return False
+        if self.pool.has_states and not any(copy.target == child.slot for copy in self._copies):
+            assert child.slot is not None, "it has just been allocated"
+            self._copies.append(KvCopy(parent.slot, child.slot, end, end))
+        return True
 
     def grow(self, sequence: Sequence, num_more: int = 0) -> bool:
         """Reserve capacity for all tokens and `num_more` more; False if this would require a preemption."""
@@ -371,7 +384,7 @@ class KvAllocator:
         """Take the slot back. The first `keep` computed tokens stay cached."""
         assert sequence.slot is not None, "a running sequence has a slot"
         self._copies = [copy for copy in self._copies if copy.target != sequence.slot]
-        self.pool.release(sequence.slot, keep)
+        self.pool.release(sequence.slot, 0 if self.pool.has_states else keep)
         sequence.slot, sequence.prefix_slot, sequence.prefix_tokens, sequence.num_computed = None, None, 0, 0
 
     def take_copies(self) -> tuple[KvCopy, ...]:
@@ -381,6 +394,8 @@ class KvAllocator:
     def _placements(self, sequence: Sequence) -> Iterator[Placement]:
         # The prompt of a further choice was computed in order to be shared, so any length is reused. A beam search
         # begins in a slot without a shared prefix, because its beams will share that slot.
+        if self.pool.has_states:
+            return iter((Placement(),))
         minimum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1
         return placements(
             self.pool.slots,

@@ -25,6 +25,7 @@ from app.models.decoders.layer_config import (
     NormConfig,
     Placement,
     QkvLayout,
+    RecurrentConfig,
 )
 from app.models.decoders.rope import RopeConfig, parse_rope
 
@@ -63,7 +64,8 @@ class ModelConfig:
     `inner_sizes`: the inner size of the MLP of each layer; empty: `intermediate_size`. `gate_deviations`: for each layer,
     how many standard deviations above the mean gates begin to count; None: all count. `altup`: a token has several hidden
     states. The last `shared_kv_layers` layers have no keys and values: each reads those of the last layer before them with
-    the same window.
+    the same window. `recurrent`: some layers have a recurrent state in place of attention. `has_output_gate`: the result of
+    attention is multiplied by the sigmoid of gates, which the product of queries computes too.
     """
 
     architecture: str
@@ -109,6 +111,8 @@ class ModelConfig:
     gate_deviations: tuple[float | None, ...] = ()
     altup: AltUpConfig | None = None
     shared_kv_layers: int = 0
+    recurrent: RecurrentConfig | None = None
+    has_output_gate: bool = False
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -127,13 +131,27 @@ class ModelConfig:
 
     @property
     def cache_layers(self) -> int:
-        """The layers that write keys and values, the first ones."""
-        return self.num_layers - self.shared_kv_layers
+        """The number of layers that write keys and values; at least 1, since capacity is counted in tokens."""
+        return max(1, sum(map(self.writes_cache, range(self.num_layers))))
+
+    def writes_cache(self, layer: int) -> bool:
+        return layer < self.num_layers - self.shared_kv_layers and not self.has_state(layer)
 
     def cache_layer(self, layer: int) -> int:
-        if layer < self.cache_layers:
-            return layer
-        return max(one for one in range(self.cache_layers) if self.windows[one] == self.windows[layer])
+        """Return which of the layers that write keys and values has those that a layer reads."""
+        own = [one for one in range(self.num_layers) if self.writes_cache(one)]
+        source = layer if layer in own else max(one for one in own if self.windows[one] == self.windows[layer])
+        return own.index(source)
+
+    def has_state(self, layer: int) -> bool:
+        return self.recurrent is not None and self.recurrent.layers[layer]
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """The FP32 elements of a sequence's state in each layer that has one."""
+        if self.recurrent is None:
+            return ()
+        return (self.recurrent.sizes.state_elements,) * sum(self.recurrent.layers)
 
     def inner_size(self, layer: int) -> int:
         return self.inner_sizes[layer] if self.inner_sizes else self.intermediate_size
@@ -263,7 +281,8 @@ def _activation(config: ConfigReader, family: DecoderFamily) -> Activation:
 
 def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -> tuple[str, ...]:
     """Return `full_attention` or `sliding_attention` for each layer, from config.json or the family's rule."""
-    if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe"):
+    reads = family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe") and not family.is_hybrid
+    if config.has("layer_types") and reads:
         return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))
     slides = family.slides
     types = tuple(_LAYER_TYPES[slides is not None and slides(config, layer)] for layer in range(num_layers))

@@ -529,7 +529,7 @@ def _shared_kv_layers(config: ConfigReader, windows: tuple[int | None, ...]) -> 
     return shared
 
 
-def _checked(config: ConfigReader, experts: ExpertsConfig) -> Fields:
+def checked_experts(config: ConfigReader, experts: ExpertsConfig) -> Fields:
     """Return the field of the experts. Raises `CheckpointInvalid` for numbers that are contradictory or too large."""
     routing = experts.routing
     if routing.num_experts > MAX_EXPERTS:
@@ -553,7 +553,7 @@ def _everywhere(fields: Fields) -> tuple[bool, ...]:
     return (True,) * int(fields["num_layers"])
 
 
-def _sparse_layers(config: ConfigReader, fields: Fields) -> tuple[bool, ...]:
+def sparse_layers(config: ConfigReader, fields: Fields) -> tuple[bool, ...]:
     step, dense = config.integer("decoder_sparse_step", 1), config.values.get("mlp_only_layers") or []
     if not isinstance(dense, Sequence):
         raise CheckpointInvalid(f"{config.where}: mlp_only_layers must be a list of layers.")
@@ -570,7 +570,7 @@ def _routing(config: ConfigReader, number: str, count: int, top_k: int) -> Routi
 
 def mixtral(config: ConfigReader, fields: Fields) -> Fields:
     routing = Routing(config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2))
-    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+    return checked_experts(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
 
 
 def phimoe(config: ConfigReader, fields: Fields) -> Fields:
@@ -579,7 +579,7 @@ def phimoe(config: ConfigReader, fields: Fields) -> Fields:
     jitter = config.number("router_jitter_noise", 0.01)
     routing = Routing(config.integer("num_local_experts", 16), 2, "sparsemixer", renormalize=False, jitter=jitter)
     experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields))
-    return {**_checked(config, experts), "logits_bias": config.boolean("lm_head_bias", False)}
+    return {**checked_experts(config, experts), "logits_bias": config.boolean("lm_head_bias", False)}
 
 
 def granite_moe(config: ConfigReader, fields: Fields) -> Fields:
@@ -590,7 +590,7 @@ def granite_moe(config: ConfigReader, fields: Fields) -> Fields:
 def olmoe(config: ConfigReader, fields: Fields) -> Fields:
     refuse(config, "clip_qkv", None, "clipping queries, keys and values")
     routing = _routing(config, "num_experts", 64, 8)
-    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+    return checked_experts(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
 
 
 def qwen2_moe(config: ConfigReader, fields: Fields) -> Fields:
@@ -598,17 +598,17 @@ def qwen2_moe(config: ConfigReader, fields: Fields) -> Fields:
     experts = ExpertsConfig(
         _routing(config, "num_experts", 60, 4),
         config.integer("moe_intermediate_size", 1408),
-        _sparse_layers(config, fields),
+        sparse_layers(config, fields),
         shared_size=config.integer("shared_expert_intermediate_size", 5632),
         shared_gate=True,
     )
-    return {**_checked(config, experts), "qkv_bias": config.boolean("qkv_bias", True)}
+    return {**checked_experts(config, experts), "qkv_bias": config.boolean("qkv_bias", True)}
 
 
 def qwen3_moe(config: ConfigReader, fields: Fields) -> Fields:
     size = config.integer("moe_intermediate_size", 768)
     routing = _routing(config, "num_experts", 128, 8)
-    return _checked(config, ExpertsConfig(routing, size, _sparse_layers(config, fields)))
+    return checked_experts(config, ExpertsConfig(routing, size, sparse_layers(config, fields)))
 
 
 def gpt_oss(config: ConfigReader, fields: Fields) -> Fields:
@@ -621,7 +621,7 @@ def gpt_oss(config: ConfigReader, fields: Fields) -> Fields:
     routing = Routing(config.integer("num_local_experts", 128), config.integer("num_experts_per_tok", 4))
     experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields), router_bias=True)
     bias = config.boolean("attention_bias", True)
-    found = {**_checked(config, experts), "qkv_bias": bias, "output_bias": bias}
+    found = {**checked_experts(config, experts), "qkv_bias": bias, "output_bias": bias}
     if config.has("rope_parameters") or config.has("rope_scaling"):
         return found
     rope = RopeConfig(150_000.0, fields["head_dim"], "yarn", 32.0, 4096, truncate=False)
@@ -668,7 +668,7 @@ def ernie_moe(config: ConfigReader, fields: Fields) -> Fields:
         shared_size=size * config.integer("moe_num_shared_experts", 2, at_least=0),
         selection_bias=True,
     )
-    return _checked(config, experts)
+    return checked_experts(config, experts)
 
 
 def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
@@ -682,7 +682,7 @@ def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
         selection_bias=True,
     )
     norms = {} if config.boolean("use_qk_norm", False) else {"head_norm": None}
-    return {**_checked(config, experts), **norms}
+    return {**checked_experts(config, experts), **norms}
 
 
 def lfm2_moe(config: ConfigReader, fields: Fields) -> Fields:
@@ -702,7 +702,7 @@ def lfm2_moe(config: ConfigReader, fields: Fields) -> Fields:
         tuple(layer >= dense for layer in range(fields["num_layers"])),
         selection_bias=config.boolean("use_expert_bias", True),
     )
-    return {**_checked(config, experts), **convolutions(config, fields)}
+    return {**checked_experts(config, experts), **convolutions(config, fields)}
 
 
 def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
@@ -731,7 +731,7 @@ def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
     )
     shared = size * config.integer("n_shared_experts", 2, at_least=0)
     experts = ExpertsConfig(routing, size, _experts_after(config, fields, 0), shared)
-    return {**_checked(config, experts), **latent(config, fields, LATENT)}
+    return {**checked_experts(config, experts), **latent(config, fields, LATENT)}
 
 
 def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
@@ -746,7 +746,7 @@ def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
         shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
         selection_bias=True,
     )
-    return {**_checked(config, experts), **latent(config, fields, LATENT)}
+    return {**checked_experts(config, experts), **latent(config, fields, LATENT)}
 
 
 def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:
@@ -765,4 +765,4 @@ def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:
         selection_bias=True,
     )
     sizes = LatentDefaults(plain=192, value=256, query_rank=768)
-    return {**_checked(config, experts), **latent(config, fields, sizes)}
+    return {**checked_experts(config, experts), **latent(config, fields, sizes)}

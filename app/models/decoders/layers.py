@@ -22,21 +22,25 @@ from app.models.decoders.layer_config import (
     HeadNormConfig,
     LatentConfig,
     NormConfig,
+    RecurrentConfig,
 )
 from app.models.decoders.shapes import Product, mixer_products, up_sources
 from armature_kernels.attention.attention import QkvHeads, RopeAngles
-from armature_kernels.attention.context import Attend, AttentionSpec
+from armature_kernels.attention.context import Attend, AttendWithStates, AttentionSpec
 from armature_kernels.attention.convolution import convolved_rows
+from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs
 from armature_kernels.elementwise.activations import convert_rows, xielu
 from armature_kernels.elementwise.altup import Correction, StreamMix, correct_streams, match_rows, predict_streams
 from armature_kernels.elementwise.latent import latent_heads
 from armature_kernels.elementwise.norms import (
+    GatedNorm,
     add_rms_norm,
     contiguous,
     copy_rows,
     empty_rows,
     gate,
     gate_with,
+    gated_norm,
     gather,
     layer_norm,
     layer_norm_in_place,
@@ -144,6 +148,13 @@ class StoredVector(nn.Module):
         self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
 
 
+class Rates(StoredVector):
+    """Positive numbers whose logarithms are stored."""
+
+    def set_weight(self, tensor: Tensor) -> None:
+        self.weight = nn.Parameter(tensor.float().exp(), requires_grad=False)
+
+
 class AlibiSlopes(StoredVector):
     """The slopes of ALiBi, FP32 [heads], which no checkpoint stores."""
 
@@ -211,7 +222,7 @@ class Attention(nn.Module):
         super().__init__()
         at = f"model.layers.{layer}"
         self.layer, self.head_dim, self.norm = config.cache_layer(layer), config.head_dim, config.head_norm
-        writes = layer < config.cache_layers
+        writes = config.writes_cache(layer)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads if writes else 0
         self.qkv, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
         self.query_norm, self.key_norm = (
@@ -225,6 +236,7 @@ class Attention(nn.Module):
         self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
         self.sinks = StoredVector(f"{at}.self_attn", "sinks", config.num_heads) if config.has_sinks else None
         self.slopes = AlibiSlopes(config.alibi_slopes) if config.alibi_slopes else None
+        self.gates = config.num_heads * config.head_dim if config.has_output_gate else 0
 
     @property
     def first(self) -> Linear:
@@ -237,7 +249,11 @@ class Attention(nn.Module):
         if self.sinks is not None or self.slopes is not None:
             sinks, slopes = (None if one is None else one.weight for one in (self.sinks, self.slopes))
             spec = replace(spec, sinks=sinks, slopes=slopes)
-        return attend(self.layer, self._heads(self.qkv(x), angles), spec)
+        product = self.qkv(x)
+        if not self.gates:
+            return attend(self.layer, self._heads(product, angles), spec)
+        mixed = attend(self.layer, self._heads(product[:, self.gates :], angles), spec)
+        return unquantized(gated_norm(mixed, product[:, : self.gates], GatedNorm("sigmoid"), mixed.dtype))
 
     def _heads(self, product: Tensor, angles: RopeAngles | None) -> QkvHeads:
         sizes = (product, self.num_heads, self.num_kv_heads, self.head_dim)
@@ -309,6 +325,54 @@ class ShortConvolution(nn.Module):
             QkvHeads(product, blocks, blocks // 2, self.head_dim),
             AttentionSpec(1.0, filters=self.filters.weight),
         )
+
+
+class RecurrentMixer(nn.Module):
+    """A layer with a recurrent state: the gated delta rule, or Mamba-2. The state is elsewhere, so `attend` computes it.
+
+    With the delta rule a product of its own, in FP32, says what the state keeps and takes in.
+    """
+
+    def __init__(self, config: ModelConfig, recurrent: RecurrentConfig, layer: int) -> None:
+        super().__init__()
+        at, sizes = f"model.layers.{layer}.{recurrent.name}", recurrent.sizes
+        assert recurrent.layers[layer], "the layer has a state"
+        self.layer, self.recurrent, self.sizes = sum(recurrent.layers[:layer]), recurrent, sizes
+        products = [linear_of(product, layer) for product in mixer_products(config, layer)]
+        self.first, self.inputs, self.out = products[0], products[-2], products[-1]
+        self.filters = Filters(f"{at}.conv1d", sizes.width, sizes.channels)
+        self.bias = StoredVector(f"{at}.conv1d", "bias", sizes.channels) if recurrent.conv_bias else None
+        self.rates, self.step_bias = Rates(at, "A_log", sizes.heads), StoredVector(at, "dt_bias", sizes.heads)
+        self.skips = None if sizes.has_delta else StoredVector(at, "D", sizes.heads)
+        self.norm = StoredVector(f"{at}.norm", "weight", recurrent.norm_weights) if recurrent.norm_size else None
+
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
+        """Map x [tokens, hidden] to [tokens, heads * value_size]; there are no positions."""
+        assert isinstance(attend, AttendWithStates), "only such a runner has states"
+        inputs, gates = self._inputs(x)
+        weights = (one if one is None else one.weight for one in (self.bias, self.rates, self.step_bias, self.skips))
+        bias, rates, step_bias, skips = weights
+        assert rates is not None and step_bias is not None, "all layers have them"
+        recurrence = Recurrence(
+            self.sizes, self.filters.weight, bias, rates, step_bias, skips, self.recurrent.step_limits
+        )
+        mixed = attend.recur(self.layer, inputs, recurrence)
+        weight, recurrent = None if self.norm is None else self.norm.weight, self.recurrent
+        norm = GatedNorm("silu", recurrent.norm_size, weight, recurrent.norm_eps, recurrent.gates_first)
+        return unquantized(gated_norm(mixed, gates, norm, gates.dtype))
+
+    def _inputs(self, x: Activations) -> tuple[RecurrentInputs, Tensor]:
+        """Return what the recurrence reads, and the gates."""
+        heads, channels, values = self.sizes.heads, self.sizes.channels, self.sizes.values
+        if not self.sizes.has_delta:
+            product = self.first(x)
+            gates, end = product[:, :values], values + channels
+            return RecurrentInputs(product[:, values:end], product[:, end : end + heads]), gates
+        rows = unquantized(x)
+        scales, group = self.first.multiply_wide(rows), self.inputs.activation_group(len(rows))
+        product = self.inputs(rows if group is None else quantize(rows, group))
+        inputs = RecurrentInputs(product[:, :channels], scales[:, heads : 2 * heads], scales[:, :heads])
+        return inputs, product[:, channels : channels + values]
 
 
 class DecoderMLP(nn.Module):
@@ -411,7 +475,11 @@ class MixtureOfExperts(nn.Module):
             run_experts_torch(forms, hidden, rows, ids, weights, self.activation)
 
 
-def attention_of(config: ModelConfig, layer: int, dtype: torch.dtype) -> Attention | LatentAttention | ShortConvolution:
+def attention_of(
+    config: ModelConfig, layer: int, dtype: torch.dtype
+) -> Attention | LatentAttention | ShortConvolution | RecurrentMixer:
+    if config.recurrent is not None and config.has_state(layer):
+        return RecurrentMixer(config, config.recurrent, layer)
     if config.convolution is not None and config.has_convolution(layer):
         return ShortConvolution(config, config.convolution, layer)
     if config.latent is None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer_config import AltUpConfig, LatentConfig, NormConfig
+from app.models.decoders.layer_config import AltUpConfig, LatentConfig, NormConfig, RecurrentConfig
 from armature_kernels.linear.layout import PANEL_OUTPUTS
 
 Shape = tuple[int, ...]
 _STREAM_MATRICES = (".altup.prediction_coefs", ".altup.correction_coefs")
+_STATE_SCALES = tuple(f".linear_attn.in_proj_{part}" for part in ("ba", "b", "a"))
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Shape]:
@@ -63,7 +65,8 @@ def dense_products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
     """Yield the shapes of `products_of` that every token passes, without `narrow_products`."""
     for layer in range(config.num_layers):
         for product in mixer_products(config, layer):
-            yield (sum(product.rows), product.inputs), product.bias
+            if not is_router(product.sources[0]):
+                yield (sum(product.rows), product.inputs), product.bias
         inner = config.inner_size(layer)
         if config.experts is not None and config.has_experts(layer):
             inner = config.experts.shared_size
@@ -87,6 +90,9 @@ def router_weights(config: ModelConfig) -> int:
         count = sum(experts.layers) * (experts.routing.num_experts + experts.shared_gate)
     if config.altup is not None:
         count += config.num_layers * PANEL_OUTPUTS  # packed, the outputs fill a panel
+    if config.recurrent is not None and config.recurrent.sizes.has_delta:
+        outputs = -(-2 * config.recurrent.sizes.heads // PANEL_OUTPUTS) * PANEL_OUTPUTS
+        count += sum(config.recurrent.layers) * outputs
     return count * config.hidden_size
 
 
@@ -108,8 +114,12 @@ def is_expert(source: str) -> bool:
 
 
 def is_router(source: str) -> bool:
-    """Return True for the weights of a router, of experts or of streams, which are not quantized."""
-    return source.endswith((".mlp.gate", ".mlp.shared_expert_gate", ".altup.modality_router", *_STREAM_MATRICES))
+    """Return True for the weights of a router, of experts or of streams, and of what a state decays and takes in.
+
+    They are not quantized.
+    """
+    names = (".mlp.gate", ".mlp.shared_expert_gate", ".altup.modality_router", *_STREAM_MATRICES, *_STATE_SCALES)
+    return f".{source}".endswith(names)
 
 
 def narrow_products(config: ModelConfig) -> dict[str, Shape]:
@@ -151,14 +161,32 @@ def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
             Product(("conv.in_proj",), (3 * hidden,), hidden, bias=False),
             Product(("conv.out_proj",), (hidden,), hidden, bias=False),
         )
+    if config.recurrent is not None and config.has_state(layer):
+        return _recurrent_products(config, config.recurrent)
     if config.latent is not None:
         return _latent_products(config, config.latent)
+    queries, gates = queries * (1 + config.has_output_gate), queries
     keys = config.num_kv_heads * config.head_dim
     rows = (queries + 2 * keys,) if config.fused_qkv else (queries, keys, keys)
-    out = Product(("self_attn.o_proj",), (hidden,), queries, config.output_bias)
-    if layer >= config.cache_layers:
+    out = Product(("self_attn.o_proj",), (hidden,), gates, config.output_bias)
+    if not config.writes_cache(layer):
         return Product(("self_attn.q_proj",), (queries,), hidden, config.qkv_bias), out
     return Product(qkv_sources(config), rows, hidden, config.qkv_bias), out
+
+
+def _recurrent_products(config: ModelConfig, recurrent: RecurrentConfig) -> tuple[Product, ...]:
+    sizes, hidden, bias, at = recurrent.sizes, config.hidden_size, recurrent.product_bias, recurrent.name
+    out = Product((f"{at}.out_proj",), (hidden,), sizes.values, bias)
+    if not sizes.has_delta:
+        return Product((f"{at}.in_proj",), (sizes.values + sizes.channels + sizes.heads,), hidden, bias), out
+    scales, inputs = {"b": sizes.heads, "a": sizes.heads}, {"qkv": sizes.channels, "z": sizes.values}
+    if recurrent.is_fused:
+        scales, inputs = {"ba": 2 * sizes.heads}, {"qkvz": sizes.channels + sizes.values}
+    first, second = (
+        Product(tuple(f"{at}.in_proj_{part}" for part in parts), tuple(parts.values()), hidden, bias)
+        for parts in (scales, inputs)
+    )
+    return first, second, out
 
 
 def _latent_products(config: ModelConfig, latent: LatentConfig) -> tuple[Product, ...]:
@@ -221,7 +249,11 @@ def norm_elements(config: ModelConfig) -> int:
         shared = config.shared_kv_layers * config.head_norm.num_weights(config.num_kv_heads, config.head_dim)
         heads += config.head_norm.values * config.head_dim
         shared += config.shared_kv_layers * config.head_norm.values * config.head_dim
-    own = (config.num_layers - convolved) * heads - shared
+    recurrent, states = config.recurrent, 0
+    if recurrent is not None:
+        each = sum(math.prod(shape) for _, shape in _recurrent_vectors(recurrent))
+        states, convolved = sum(recurrent.layers) * each, convolved + sum(recurrent.layers)
+    own = (config.num_layers - convolved) * heads - shared + states
     biases = 0
     if config.experts is not None and config.experts.selection_bias:
         biases = sum(config.experts.layers) * config.experts.routing.num_experts
@@ -257,6 +289,9 @@ def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     if config.convolution is not None and config.has_convolution(layer):
         yield "conv.conv.weight", (config.hidden_size, 1, config.convolution.width)
         return
+    if config.recurrent is not None and config.has_state(layer):
+        yield from _recurrent_vectors(config.recurrent)
+        return
     if config.latent is not None:
         yield "self_attn.kv_a_layernorm.weight", (config.latent.rank,)
         if config.latent.query_rank is not None:
@@ -265,8 +300,21 @@ def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
         yield "self_attn.sinks", (config.num_heads,)
     if config.head_norm is not None:
         yield "self_attn.q_norm.weight", (config.head_norm.num_weights(config.num_heads, config.head_dim),)
-        if layer < config.cache_layers:
+        if config.writes_cache(layer):
             yield "self_attn.k_norm.weight", (config.head_norm.num_weights(config.num_kv_heads, config.head_dim),)
+
+
+def _recurrent_vectors(recurrent: RecurrentConfig) -> Iterator[tuple[str, Shape]]:
+    at, sizes = recurrent.name, recurrent.sizes
+    yield f"{at}.conv1d.weight", (sizes.channels, 1, sizes.width)
+    if recurrent.conv_bias:
+        yield f"{at}.conv1d.bias", (sizes.channels,)
+    yield f"{at}.dt_bias", (sizes.heads,)
+    yield f"{at}.A_log", (sizes.heads,)
+    if not sizes.has_delta:
+        yield f"{at}.D", (sizes.heads,)
+    if recurrent.norm_size:
+        yield f"{at}.norm.weight", (recurrent.norm_weights,)
 
 
 def _altup_layer(config: ModelConfig, altup: AltUpConfig) -> Iterator[tuple[str, Shape]]:

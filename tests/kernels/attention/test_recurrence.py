@@ -10,15 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from armature_kernels.attention.recurrence import (
-    Recurrence,
-    RecurrentInputs,
-    RecurrentSizes,
-    StateRun,
-    StateStep,
-    recur,
-    recur_torch,
-)
+from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs, StateRun, StateStep, recur, recur_torch
+from armature_kernels.attention.recurrent_sizes import RecurrentSizes
 from armature_kernels.elementwise.norms import GatedNorm, gated_norm, gated_norm_torch
 from armature_kernels.linear.activations import QuantizedActivations, RowGroups, unpack_tiles
 from armature_kernels.native.arguments import OpCode

@@ -1,0 +1,217 @@
+"""The supported families whose layers have a recurrent state, and what only their config.json says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from app.errors import CheckpointInvalid
+from app.models.config_reader import ConfigReader
+from app.models.decoders import family_values as values
+from app.models.decoders.family import DecoderFamily, Fields
+from app.models.decoders.layer_config import ExpertsConfig, HeadNormConfig, NormConfig, RecurrentConfig
+from armature_kernels.attention.recurrent_sizes import MAX_WIDTH, RecurrentSizes
+from armature_kernels.elementwise.routing_rule import Routing
+
+_WORDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
+_INTERVAL = 4  # of layers with attention, unless config.json says it
+
+
+def _layers_with_state(config: ConfigReader, fields: Fields, name: str = "layer_types") -> tuple[bool, ...]:
+    words = values.known_texts(config, name, fields["num_layers"], " ".join(_WORDS))
+    return tuple(_WORDS[word] for word in words)
+
+
+def _recurrent(config: ConfigReader, recurrent: RecurrentConfig) -> Fields:
+    """Return the field of the layers with a state. Raises `CheckpointInvalid` for sizes that do not fit together."""
+    sizes = recurrent.sizes
+    if sizes.heads % sizes.key_heads:
+        raise CheckpointInvalid(
+            f"{config.where}: {sizes.heads} heads of values cannot share {sizes.key_heads} heads of keys evenly."
+        )
+    if not 2 <= sizes.width <= MAX_WIDTH:
+        raise CheckpointInvalid(
+            f"{config.where}: convolutions over {sizes.width} positions are not offered; they may have 2 to {MAX_WIDTH}."
+        )
+    return {"recurrent": recurrent} if any(recurrent.layers) else {}
+
+
+# ---- the gated delta rule ------------------------------------------------------------------------------------------
+
+
+def delta_rule(config: ConfigReader, fields: Fields, is_fused: bool = False) -> Fields:
+    """Read which layers have the gated delta rule, every one but each fourth by default, and its heads."""
+    values.refuse(config, "hidden_act", "silu", "another activation of its convolutions than silu")
+    values.refuse(config, "attn_output_gate", True, "attention without gates")
+    interval = config.integer("full_attention_interval", _INTERVAL)
+    layers = tuple((layer + 1) % interval != 0 for layer in range(fields["num_layers"]))
+    sizes = RecurrentSizes(
+        config.integer("linear_num_value_heads", 32),
+        config.integer("linear_num_key_heads", 16),
+        config.integer("linear_key_head_dim", 128),
+        config.integer("linear_value_head_dim", 128),
+        config.integer("linear_conv_kernel_dim", 4),
+        has_delta=True,
+    )
+    recurrent = RecurrentConfig(
+        sizes,
+        _layers_with_state(config, fields) if config.has("layer_types") else layers,
+        norm_size=sizes.value_size,
+        norm_weights=sizes.value_size,
+        norm_eps=fields["norm"].eps,
+        is_fused=is_fused,
+    )
+    return {**_recurrent(config, recurrent), "has_output_gate": True}
+
+
+def _shared_experts(config: ConfigReader, layers: Sequence[bool], count: int, top_k: int) -> Fields:
+    """Read experts beside a shared one with a gate; `count` and `top_k` are the defaults."""
+    routing = Routing(
+        config.integer("num_experts", count),
+        config.integer("num_experts_per_tok", top_k),
+        renormalize=config.boolean("norm_topk_prob", True),
+    )
+    size = config.integer("moe_intermediate_size", 512)
+    shared = config.integer("shared_expert_intermediate_size", 512)
+    return values.checked_experts(config, ExpertsConfig(routing, size, tuple(layers), shared, shared_gate=True))
+
+
+def qwen3_next(config: ConfigReader, fields: Fields) -> Fields:
+    return {
+        **delta_rule(config, fields, is_fused=True),
+        **_shared_experts(config, values.sparse_layers(config, fields), 512, 10),
+    }
+
+
+def qwen3_5_moe(config: ConfigReader, fields: Fields) -> Fields:
+    everywhere = (True,) * int(fields["num_layers"])
+    return {**delta_rule(config, fields), **_shared_experts(config, everywhere, 256, 8)}
+
+
+# ---- Mamba-2 ---------------------------------------------------------------------------------------------------------
+
+
+def mamba(config: ConfigReader, fields: Fields, layers: tuple[bool, ...]) -> Fields:
+    """Read the heads of Mamba-2, which these layers have, by the names of Bamba's config.json."""
+    values.refuse(config, "hidden_act", "silu", "another activation of its convolutions than silu")
+    heads, groups = config.integer("mamba_n_heads", 128), config.integer("mamba_n_groups", 1)
+    inner = config.integer("mamba_expand", 2) * fields["hidden_size"]
+    is_auto = config.values.get("mamba_d_head", "auto") == "auto"
+    size = max(1, inner // heads) if is_auto else config.integer("mamba_d_head")
+    sizes = RecurrentSizes(
+        heads,
+        groups,
+        config.integer("mamba_d_state", 256),
+        size,
+        config.integer("mamba_d_conv", 4),
+        has_delta=False,
+    )
+    recurrent = RecurrentConfig(
+        sizes,
+        layers,
+        norm_size=sizes.values // groups,
+        norm_weights=sizes.values,
+        norm_eps=fields["norm"].eps,
+        gates_first=True,
+        conv_bias=config.boolean("mamba_conv_bias", True),
+        product_bias=config.boolean("mamba_proj_bias", False),
+        step_limits=_step_limits(config),
+    )
+    return _recurrent(config, recurrent)
+
+
+def _step_limits(config: ConfigReader) -> tuple[float, float]:
+    """Return the least and the most step; transformers writes infinity as an object."""
+    listed = config.values.get("time_step_limit")
+    if listed is None:
+        return 0.0, math.inf
+    try:
+        least, most = (float(one["__float__"] if isinstance(one, Mapping) else one) for one in listed)
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointInvalid(f"{config.where}: time_step_limit must be two numbers, not {listed!r:.80}.") from None
+    return least, most
+
+
+def bamba(config: ConfigReader, fields: Fields) -> Fields:
+    """Read which layers attend, the others having Mamba-2."""
+    attends = config.integers("attn_layer_indices") if config.has("attn_layer_indices") else ()
+    return mamba(config, fields, tuple(layer not in attends for layer in range(fields["num_layers"])))
+
+
+def granite_hybrid(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the multipliers of Granite, its layers with Mamba-2, and its experts if there are any."""
+    count = fields["num_layers"]
+    layers = _layers_with_state(config, fields) if config.has("layer_types") else (True,) * count
+    found = {**values.granite(config, fields), **mamba(config, fields, layers)}
+    if config.values.get("position_embedding_type") != "rope":
+        found["ropes"] = (None,) * count
+    shared = config.integer("shared_intermediate_size", 1024)
+    num_experts = config.integer("num_local_experts", 8, at_least=0)
+    if not num_experts:
+        return {**found, "intermediate_size": shared}
+    routing = Routing(num_experts, config.integer("num_experts_per_tok", 2))
+    experts = ExpertsConfig(routing, fields["intermediate_size"], (True,) * count, shared)
+    return {**found, **values.checked_experts(config, experts)}
+
+
+_QWEN3_NEXT = DecoderFamily(
+    model_type="qwen3_next",
+    title="Qwen3-Next",
+    aliases={"num_experts": "num_local_experts"},
+    head_dim=256,
+    partial=0.25,
+    norm=NormConfig("rms", offset=1.0),
+    head_norm=HeadNormConfig(offset=1.0),
+    read=qwen3_next,
+    ignored=("mtp.",),
+    is_hybrid=True,
+)
+_QWEN3_5 = replace(_QWEN3_NEXT, model_type="qwen3_5_text", title="Qwen 3.5", aliases={}, read=delta_rule)
+_QWEN3_5_MOE = replace(_QWEN3_NEXT, model_type="qwen3_5_moe_text", title="Qwen 3.5 with experts", read=qwen3_5_moe)
+
+
+def _text_half(family: DecoderFamily, model_type: str) -> DecoderFamily:
+    """Return the family of a model that also reads pictures, which it does not here."""
+    return replace(
+        family,
+        model_type=model_type,
+        title=f"{family.title}, text only",
+        text_config="text_config",
+        prefixes={"model.language_model.": "model."},
+        ignored=(*family.ignored, "model.visual."),
+    )
+
+
+RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _text_half(_QWEN3_5, "qwen3_5"),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _text_half(_QWEN3_5_MOE, "qwen3_5_moe"),
+    "GraniteMoeHybridForCausalLM": DecoderFamily(
+        model_type="granitemoehybrid",
+        title="Granite 4 with Mamba-2",
+        aliases={"layer_types": "layers_block_type"},
+        read=granite_hybrid,
+        parts={
+            "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+            "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+            "block_sparse_moe.router.layer.": "mlp.gate.",
+            "shared_mlp.input_linear.": "mlp.shared_expert.gate_up_proj.",
+            "shared_mlp.output_linear.": "mlp.shared_expert.down_proj.",
+        },
+        is_hybrid=True,
+    ),
+    "BambaForCausalLM": DecoderFamily(
+        model_type="bamba",
+        title="Bamba",
+        eps=1e-5,
+        partial=0.5,
+        has_mlp_bias=True,
+        read=bamba,
+        parts={".feed_forward.": ".mlp.", ".pre_ff_layernorm.": ".post_attention_layernorm."},
+        names={"model.final_layernorm": "model.norm"},
+        is_hybrid=True,
+    ),
+}
