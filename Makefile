@@ -4,7 +4,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-PINS := requirements/runtime.txt requirements/runtime-hashes.txt requirements/torch-hashes.txt requirements/bench.txt requirements/otel.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
+PINS := requirements/runtime.txt requirements/runtime-hashes.txt requirements/torch-hashes.txt requirements/bench.txt requirements/otel.txt requirements/transformers.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
 # Levels of the native library: `here`, the best of this processor; `all`; or names (docs/building.md).
 LEVELS ?= here
 # Uses the virtual environment's cmake and ninja if the machine has none.

@@ -101,9 +101,13 @@ class RateLimited(Overloaded):
 
 
 class NotReady(RequestError):
-    """The model is still loading, or the worker has stopped."""
+    """The model is still loading, or the worker has stopped. `retry_after_seconds` None: there is no estimate."""
 
     code = "not_ready"
+
+    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class ServiceStopping(RequestError):
@@ -143,6 +147,10 @@ class SettingsInvalid(StartupError):
 
 class CheckpointInvalid(StartupError):
     code = "checkpoint_invalid"
+
+
+class NotNative(CheckpointInvalid):
+    """The model has an architecture, or a value of its config.json, that no native engine computes."""
 
 
 class ModelUnavailable(StartupError):

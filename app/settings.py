@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tomllib
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,14 @@ Group = Literal["model", "machine", "network", "limits", "tuning"]
 SETTING_GROUPS: tuple[Group, ...] = get_args(Group)
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
+# Settings that are one value for all models of a process, besides those of the network.
+COMMON_SETTINGS = (
+    "model_control", "hourly_price", "watts", "rate_limit", "max_connections", "write_timeout_seconds", "drain_seconds",
+)  # fmt: skip
 KEPT_PRECISIONS = ("int4", "int8", "bf16")  # of layers that `keep_layers` names
+_MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NAMED_MODEL = re.compile(rf"{_MODEL_NAME}=")
+_NEXT_MODEL = re.compile(rf",(?={_MODEL_NAME}=)")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -61,6 +69,17 @@ def parse_bytes(value: Any) -> Any:
 def parse_model(value: Any) -> Any:
     """Make `./ORG/NAME` absolute, which `Path` would shorten to the name of a model on the hub; return others unchanged."""
     return Path.cwd() / value if isinstance(value, str) and value.startswith("./") else value
+
+
+def named_models(text: str) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of name and model of `chat=ORG/NAME,embed=DIR`; none if the text is one model, as it is.
+
+    A name has no slash, and a text that exists as a path is a path: `./lr=1`, `/data/lr=1` and an existing `lr=1` are
+    directories. A comma separates only before the next `NAME=`.
+    """
+    if not _NAMED_MODEL.match(text) or Path(text).exists():
+        return ()
+    return tuple((name, model) for name, _, model in (item.partition("=") for item in _NEXT_MODEL.split(text)))
 
 
 def parse_names(value: Any) -> Any:
@@ -211,7 +230,20 @@ class Settings(BaseSettings):
         None,
         "A model of Hugging Face's hub, as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE.gguf, which is fetched into the hub's"
         " cache if it is not there; a checkpoint directory (Hugging Face or sentence-transformers layout); a GGUF file; an exported program"
-        " (.pt2); or a name: bert, minilm; the embedded demo if not given.",
+        " (.pt2); or a name: demo, bert, minilm; the embedded demo if not given. Several models: NAME=MODEL for each, or a"
+        " file models.toml with a table of settings for each.",
+    )
+    load: Literal["start", "on-demand"] = setting(
+        "model", "start", "When a model is loaded: with the server, or when a request names it first."
+    )
+    unload_after_seconds: PositiveFloat | Literal["never"] = setting(
+        "model", "never", "Time without a request after which a model is unloaded; the next request loads it again."
+    )
+    model_control: Literal["off", "on"] = setting(
+        "model",
+        "off",
+        "Let clients load and unload the models that are configured here, by name: with the Open Inference Protocol's"
+        " repository, Ollama's keep_alive and llama.cpp's /models/load.",
     )
     offline: Literal["off", "on"] = setting(
         "model", "off", "Fetch nothing: a model that is not on this machine is refused. The images set it to on."
@@ -267,6 +299,12 @@ class Settings(BaseSettings):
         "Sampling parameters that a request does not give: auto: those of the checkpoint's generation_config.json;"
         " off: neutral ones.",
     )
+    engine: Literal["auto", "native", "transformers"] = setting(
+        "model",
+        "auto",
+        "What computes the model: native, this package; transformers, the library of that name (the extra transformers);"
+        " auto: native where the architecture is.",
+    )
     device: Literal["auto", "cpu", "mps", "cuda"] = setting("machine", "auto", "Device to serve on.", is_measured=True)
     cuda_device: Annotated[int, Field(ge=0)] | Auto = setting(
         "machine", "auto", "GPU to serve on, by nvidia-smi's number; auto: the one with the most free memory."
@@ -278,6 +316,12 @@ class Settings(BaseSettings):
     kv_cache_bytes: Annotated[Bytes | Auto, BeforeValidator(parse_bytes)] = setting(
         "machine", "auto", "KV cache memory, such as 4GiB.", generates_only=True
     )
+    memory_bytes: Annotated[Bytes | Auto, BeforeValidator(parse_bytes)] = setting(
+        "machine",
+        "auto",
+        "Most memory for a model, such as 4GiB: weights, KV cache and the rest; auto: what is available, or its share beside"
+        " other models.",
+    )
     cache_dir: Path | None = setting(
         "machine", None, "Directory for packed weights and calibration; ~/.cache/armature if not given."
     )
@@ -285,10 +329,14 @@ class Settings(BaseSettings):
         "machine", "auto", "Measure the machine with the model's shapes; auto: once; on: at every start."
     )
     hourly_price: PositiveFloat | None = setting(
-        "machine", None, "Price of this machine in dollars per hour, for cost metrics."
+        "machine",
+        None,
+        "Price of this machine in dollars per hour, for cost metrics.",
     )
     watts: PositiveFloat | None = setting(
-        "machine", None, "Power of this machine in watts while steps run; used if no energy counter can be read."
+        "machine",
+        None,
+        "Power of this machine in watts while steps run; used if no energy counter can be read.",
     )
     host: Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_hosts)] = setting(
         "network",
@@ -374,16 +422,22 @@ class Settings(BaseSettings):
         " separated by a comma; none: no limit.",
     )
     max_connections: PositiveInt | Auto = setting(
-        "limits", "auto", "Connections that may be open at once; auto: 4,096, or what the limit of open files allows."
+        "limits",
+        "auto",
+        "Connections that may be open at once; auto: 4,096, or what the limit of open files allows.",
     )
     request_timeout_seconds: PositiveFloat = setting(
         "limits", 600.0, "A request that has not finished within this time is ended."
     )
     write_timeout_seconds: PositiveFloat = setting(
-        "limits", 30.0, "Time in which a client must take 16 KiB of a response that waits for it, or else is cut off."
+        "limits",
+        30.0,
+        "Time in which a client must take 16 KiB of a response that waits for it, or else is cut off.",
     )
     drain_seconds: Annotated[float, Field(ge=0)] = setting(
-        "limits", 30.0, "Time that open requests get to finish after SIGTERM."
+        "limits",
+        30.0,
+        "Time that open requests get to finish after SIGTERM.",
     )
     chat_template_cpu_seconds: PositiveFloat = setting(
         "limits", 0.2, "CPU time that the checkpoint's chat template may take for one conversation."
@@ -486,6 +540,79 @@ class Settings(BaseSettings):
             return (Path(caches) if caches else Path.home() / ".cache") / "armature"
         except RuntimeError:  # no HOME and no such user, as in a container that runs under a bare numeric user id
             return None
+
+
+def served_models(settings: Settings) -> tuple[Settings, ...]:
+    """Return the settings of each model of `model`: several if it names them, or is a file of tables.
+
+    A model's settings are its table's, then those that were given for all. Raises `SettingsInvalid`.
+    """
+    text = "" if settings.model is None else str(settings.model)
+    if text.endswith(".toml"):
+        tables = _model_tables(Path(text).expanduser())
+    else:
+        tables = {}
+        for name, model in named_models(text):
+            if name in tables:
+                raise SettingsInvalid(f"model: two models are called {name}.")
+            tables[name] = {"model": model}
+    if not tables:
+        return (settings,)
+    return tuple(_model_settings(settings, name, table, len(tables)) for name, table in tables.items())
+
+
+def one_model(settings: Settings) -> Settings:
+    """Return the settings of the one model. Raises `SettingsInvalid` if there are several."""
+    found = served_models(settings)
+    if len(found) > 1:
+        names = ", ".join(each.served_model_name[0] for each in found)
+        raise SettingsInvalid(
+            f"model names {len(found)} models ({names}), and this command takes one: give one of them."
+        )
+    return found[0]
+
+
+def _model_tables(file: Path) -> dict[str, dict[str, Any]]:
+    """Read a file with a table for each model; paths that begin with a dot are relative to the file."""
+    try:
+        with file.open("rb") as stream:
+            tables = tomllib.load(stream)
+    except OSError as error:
+        raise SettingsInvalid(f"model: {file} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsInvalid(f"model: {file} is not TOML: {error}.") from error
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise SettingsInvalid(
+                f"model: {file}: {name} is outside of a table. Write [NAME] before a model's settings."
+            )
+        if not re.fullmatch(_MODEL_NAME, name):
+            raise SettingsInvalid(
+                f"model: {file}: a model's name has letters, digits, dots, _ and - only, not {name!r}."
+            )
+        for key, value in table.items():
+            if isinstance(value, str) and value.startswith("."):
+                table[key] = str(file.resolve().parent / value)
+    if not tables:
+        raise SettingsInvalid(f"model: {file} has no table: each model needs one, such as [chat].")
+    return tables
+
+
+def _model_settings(settings: Settings, name: str, table: dict[str, Any], num_models: int) -> Settings:
+    common = next((key for key in table if key in (*settings_with(group="network"), *COMMON_SETTINGS)), None)
+    if common is not None:
+        raise SettingsInvalid(f"{common} in [{name}] is one value for all models: give it as {flag_of(common)}.")
+    if "served_model_name" in settings.model_fields_set and num_models > 1:
+        raise SettingsInvalid("served_model_name is of one model, and there are several: their names are in model.")
+    given = {
+        key: getattr(settings, key) for key in settings.model_fields_set if key not in ("model", "served_model_name")
+    }
+    aliases = parse_names(table.get("served_model_name", settings.served_model_name))
+    names = {"model": table.get("model"), "served_model_name": tuple(dict.fromkeys((name, *aliases)))}
+    try:
+        return Settings(**{**given, **table, **names})
+    except ValidationError as error:
+        raise SettingsInvalid(f"[{name}] {'; '.join(_error_messages(error))}") from None
 
 
 def settings_with(**declared: object) -> tuple[str, ...]:

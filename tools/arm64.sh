@@ -132,7 +132,7 @@ make_root() {
 make_packages() {
   # Hypothesis reads the sources of all modules that are in no folder of this name, which takes minutes here.
   local site="$dir/site-packages" pins
-  pins=$(grep -hE '^[a-z]' requirements/{runtime,bench,otel,dev}.txt | grep -vE '^(ruff|mypy|pre-commit|uvloop|scikit-build-core|wheel)=='; echo "$TORCH")
+  pins=$(grep -hE '^[a-z]' requirements/{runtime,bench,otel,transformers,dev}.txt | grep -vE '^(ruff|mypy|pre-commit|uvloop|scikit-build-core|wheel)=='; echo "$TORCH")
   [ -f "$site/.pins" ] && [ "$(cat "$site/.pins")" = "$pins" ] && return
   say "installing the pinned packages and $TORCH for arm64"
   rm -rf "$site" "$dir/site"

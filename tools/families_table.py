@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 from app.models.decoders.families import DECODER_FAMILIES, UNSUPPORTED
@@ -38,6 +39,9 @@ layer also reads a row of its own for each token, from one table that stays mapp
 Qwen3.5-0.8B, in FP32. It cannot go back, so with such a model no prefix is reused, not even for further choices, and
 there is no speculation and no prompt cache. They are computed on processors only.
 
+**Gemma 4** has such a table in E2B and E4B. Its layers of full attention have larger heads than those with a window, and a
+row of the cache has room for the larger of both: 512 elements of keys in E2B, of which layers with a window use 256.
+
 ## Where transformers differs
 
 **Phi-3.5-MoE** whose context may exceed 4,096 tokens always uses the long factors of its rotary embeddings and their
@@ -46,8 +50,10 @@ any length.
 
 ## Served
 
-| `architectures` | models |
-|---|---|
+A class with a slash is served as the text half of a model whose text model has the type after it.
+
+| `architectures` | models | `architectures` | models |
+|---|---|---|---|
 """
 REFUSED = """
 ## Refused
@@ -61,7 +67,9 @@ stands for all classes that begin with it.
 
 
 def page() -> str:
-    served = (f"| `{name}` | {family.title} |\n" for name, family in DECODER_FAMILIES.items())
+    cells = [f"| `{name}` | {family.title} " for name, family in DECODER_FAMILIES.items()]
+    pairs = zip_longest(cells[::2], cells[1::2], fillvalue="| | ")
+    served = (f"{first}{second}|\n" for first, second in pairs)
     refused = (f"| {need} | {', '.join(prefixes)} |\n" for need, prefixes in UNSUPPORTED.items())
     return HEAD + "".join(served) + REFUSED + "".join(refused)
 

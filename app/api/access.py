@@ -210,7 +210,11 @@ def _pattern(allowed: str) -> str:
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
+    for key, value in scope["headers"]:
+        if key == name:
+            found: bytes = value
+            return found
+    return b""
 
 
 def _hash(key: bytes) -> bytes:

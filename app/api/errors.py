@@ -78,7 +78,8 @@ def _retry_headers(error: RequestError) -> dict[str, str]:
     if isinstance(error, Overloaded):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_seconds)))}
     if isinstance(error, NotReady):
-        return {"retry-after": str(LOADING_RETRY_SECONDS)}
+        seconds = LOADING_RETRY_SECONDS if error.retry_after_seconds is None else math.ceil(error.retry_after_seconds)
+        return {"retry-after": str(max(1, seconds))}
     if isinstance(error, ServiceStopping):
         return {"retry-after": str(STOPPING_RETRY_SECONDS)}
     if isinstance(error, Unauthorized):

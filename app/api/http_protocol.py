@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import uuid
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -33,6 +32,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.api.connection_limits import ConnectionLimits, client_network
 from app.api.errors import NATIVE_ERRORS, HttpError
+from app.api.middleware import DEPARTURE, Departure
+from app.api.routing import new_id
 from app.api.streaming import DIRECT_WRITE
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.on_connected: Callable[[], None] | None = None  # called once the connection counts itself
         self.limits = limits
         self._running: RequestResponseCycle | None = None  # `cycle` is that of the last request that was parsed
+        self._departure = Departure()  # of the client of that request
         self._unparsed, self._num_parsed = b"", 0  # received bytes, and how many of them are parsed
         self._unfinished_bytes = 0  # of the head or trailer that is being parsed
         self._most_of_body = 0  # bytes of the body to parse at once; 0 in a head
@@ -137,6 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+            self._departure.leave()
 
     def drop(self) -> None:
         """Close the connection at once; say why if it is within a request."""
@@ -322,7 +325,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
-        extensions: dict[str, Any] = {DIRECT_WRITE: partial(self._write_directly, cycle)}
+        self._departure = Departure()
+        extensions: dict[str, Any] = {DIRECT_WRITE: partial(self._write_directly, cycle), DEPARTURE: self._departure}
         cycle.scope["extensions"] = extensions
         if cycle.scope["http_version"] == "1.0":
             super()._start_asgi_task(cycle, partial(_serve_unchunked, app, cycle))
@@ -365,7 +369,7 @@ class BoundedProtocol(HttpToolsProtocol):
             "content-type": "application/json",
             "content-length": str(len(body)),
             "connection": "close",
-            "x-request-id": uuid.uuid4().hex,
+            "x-request-id": new_id(),
             **error.headers,
         }
         lines = [

@@ -1,8 +1,7 @@
 """Everything between the connection and the endpoints: the request gate, limits on the body, and disconnects.
 
-`RequestGate` is the entry point of every request. It is plain ASGI, since a middleware that runs requests in its own
-tasks hides disconnects. Nothing else cancels a handler after its client has left, unless it is streaming, and then only
-at its next event.
+`RequestGate` is the entry point of every request, and runs it in the task of its connection. Nothing else cancels a
+handler after its client has left, unless it is streaming, and then only at its next event.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import asyncio
 import logging
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,59 +19,45 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api.access import NO_RULES, AccessControl, header
 from app.api.bodies import ArrivingBody, BodyCheck, BodyMemory, ClientDisconnected
 from app.api.errors import NATIVE_ERRORS, ErrorFormat, to_http_error
-from app.api.routing import ARRIVED_BODY
+from app.api.routing import ARRIVED_BODY, new_id
 from app.api.streaming import format_sse
 from app.errors import BodyTooLarge, RequestError, ServiceStopping
 from app.service.request_log import CLIENT_REQUEST, ClientRequest, log_request, request_level
 from app.service.request_log import log as request_log
 from app.tracing.request_trace import RequestSpan
 
+DEPARTURE = "armature.departure"
 DISCARD_SECONDS = 2.0  # time for discarding a refused body, so that the client can read the response
 
 
-async def run_until_disconnect(app: ASGIApp, scope: Scope, body: ArrivingBody, receive: Receive, send: Send) -> None:
-    """Run the application on a body that was read.
+@dataclass(slots=True)
+class Departure:
+    """The departure of a request's client, which its connection reports: an extension of the ASGI scope."""
 
-    If the client disconnects, cancel the application and raise `ClientDisconnected`.
-    """
-    serving = asyncio.ensure_future(app(scope, _replay_body(body), send))
-    watching = asyncio.ensure_future(_wait_for_disconnect(receive))
-    watching.add_done_callback(partial(_cancel, serving))
+    has_left: bool = False
+    notify: Callable[[], object] | None = None
+
+    def leave(self) -> None:
+        self.has_left = True
+        if self.notify is not None:
+            self.notify()
+
+
+async def run_until_disconnect(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Run the application on a request whose body was read. If the client leaves, raise `ClientDisconnected` in it."""
+    task, departure = asyncio.current_task(), scope.get("extensions", {}).get(DEPARTURE) or Departure()
+    assert task is not None, "the server runs requests in tasks"
+    departure.notify = task.cancel
     try:
-        await serving
+        await app(scope, receive, send)
     except asyncio.CancelledError:
-        if watching.done():
+        if departure.has_left:
             raise ClientDisconnected from None
         raise
     finally:
-        watching.cancel()
-        # An error holds this frame, and the task holds the error: such a cycle would keep the body until the next
-        # collection of cycles, which may be much later.
-        del serving
-
-
-def _cancel(serving: asyncio.Future[None], _: asyncio.Future[None]) -> None:
-    serving.cancel()
-
-
-def _replay_body(body: ArrivingBody) -> Receive:
-    """Return a `receive` that gives the body once and then blocks: disconnects are detected elsewhere."""
-    is_given = False
-
-    async def receive() -> Message:
-        nonlocal is_given
-        if not is_given:
-            is_given = True
-            return {"type": "http.request", "body": body.content, "more_body": False}
-        silence: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        return await silence
-
-    return receive
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        departure.notify = None
+        if departure.has_left:
+            task.uncancel()
 
 
 async def discard_body(receive: Receive) -> None:
@@ -144,9 +127,6 @@ class RequestGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, convert every exception to a response, and count, log and trace the request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         sender = ResponseSender(scope, send, self._error_format)
         is_logged, span = request_log.isEnabledFor(request_level(scope["method"])), self._observer.begin_span(scope)
         began, client_request = time.monotonic(), ClientRequest()
@@ -192,7 +172,7 @@ class RequestGate:
         body = scope["state"][ARRIVED_BODY] = ArrivingBody(scope, receive, self.body_memory)
         try:
             await body.read(self._body_check)
-            await run_until_disconnect(self._app, scope, body, receive, sender.send)
+            await run_until_disconnect(self._app, scope, receive, sender.send)
         finally:
             body.release()
 
@@ -206,7 +186,7 @@ class ResponseSender:
 
     def __init__(self, scope: Scope, send: Send, error_format: Callable[[str], ErrorFormat]) -> None:
         offered = header(scope, b"x-request-id")
-        self.request_id = offered.decode() if _VALID_ID.fullmatch(offered) else uuid.uuid4().hex
+        self.request_id = offered.decode() if _VALID_ID.fullmatch(offered) else new_id()
         self._state = scope.setdefault("state", {})
         self._state["request_id"] = self.request_id
         self._path, self._send, self._error_format = scope["path"], send, error_format

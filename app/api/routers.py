@@ -107,7 +107,7 @@ DIALECTS = (
 )
 ROUTES = tuple(route for dialect in DIALECTS for route in dialect.routes)
 PUBLIC = frozenset((method, route.path) for route in ROUTES if route.dialect.public for method in route.methods)
-_TABLE = RouteTable(None, ROUTES)
+_TABLE = RouteTable(ROUTES)
 _ERROR_FORMATS: dict[str, ErrorFormat] = {}
 
 
@@ -153,9 +153,14 @@ async def check_arriving_body(scope: Scope) -> Callable[[bytearray], RequestErro
     """Return the check of a body while it arrives: of a route that generates, for prompts that are too long."""
     runtime: ApiRuntime = scope["app"].state.runtime
     route = _TABLE.find(scope["method"], scope["path"])
-    if route is None or not route.prompts or not runtime.service.ready:
+    if route is None or not route.prompts:
         return None
-    if not isinstance(model := runtime.service.model, ServedDecoder):
+    if runtime.models is not None:  # which of several models the body names is not known yet
+        decoders = [entry for entry in runtime.models.entries if "generate" in entry.tasks]
+        if len(decoders) != 1:
+            return None
+        runtime = decoders[0].runtime
+    if not runtime.service.ready or not isinstance(model := runtime.service.model, ServedDecoder):
         return None
     # The first count reads the vocabulary.
     await asyncio.get_running_loop().run_in_executor(None, model.tokenizer.new_count)

@@ -4,24 +4,24 @@ A dialect's functions are translations. The handler of a kind of route (`generat
 all of them share: it parses the body, checks the model, counts refusals, asks the service, and writes the response.
 Error formats, public paths, labels, checks of prompts and the OpenAPI document are derived from the declarations.
 
-There is one router, `RouteTable`. FastAPI's layers and its router take a fifth of the event loop's time for a short
-text.
+There is one router, `RouteTable`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
 import threading
-import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import UnionType
-from typing import Any, Generic, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -33,7 +33,7 @@ from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.schemas import LOOP_BYTES, Body, parse_body
 from app.api.streaming import EventEncoding, Generation, merge_streams, respond, server_timing
-from app.errors import InvalidRequest, ModelNotFound, RequestError
+from app.errors import InvalidRequest, ModelNotFound, RequestError, UnsupportedParameter
 from app.metrics.instruments import Api, Metrics, refusal_of
 from app.service.request_log import CLIENT_REQUEST
 from app.service.requests import DirectOutput, Encoded, EncodingRequest
@@ -48,7 +48,9 @@ _MAX_LOGGED = 256  # names of one kind that get a line in the log
 _MAX_LOGGED_CHARACTERS = 100
 # In the state of a request: its body, which is released once it is parsed.
 ARRIVED_BODY = "arrived_body"
+ENTERED_MODEL = "entered_model"  # the one of several models that it holds
 _MAX_NAMES = 4  # served names in one message
+_MAX_MODELS = 32  # the same of several models
 _SPACE_BYTES = 64  # looked at first: stripping a whole body takes milliseconds
 OTHER = "other"  # method and route of a request that no route answers
 
@@ -72,6 +74,94 @@ class ModelNames:
     aliases: tuple[str, ...] = ()
     accepts_any: bool = False
     accepts_any_path: bool = False
+
+
+Task = Literal["generate", "encode", "embed", "classify", "rerank", "infer"]
+ModelState = Literal["unloaded", "loading", "ready", "failed", "unloading"]
+
+
+class ServedEntry(Protocol):
+    """One of several models. Its runtime changes with each load."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names that requests may give, adapters included."""
+
+    @property
+    def tasks(self) -> Collection[Task]: ...
+
+    @property
+    def kind(self) -> str:
+        """The kind of the model; empty while it is unknown."""
+
+    @property
+    def max_model_len(self) -> int:
+        """0 while it is unknown."""
+
+    @property
+    def state(self) -> ModelState: ...
+
+    @property
+    def stage(self) -> str:
+        """The stage of loading, or why loading has failed, in words for people."""
+
+    @property
+    def runtime(self) -> ApiRuntime: ...
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests that hold the model."""
+
+    @property
+    def expires_at(self) -> float | None:
+        """When the model is unloaded without a request, in Unix seconds; None: never."""
+
+
+class Models(Protocol):
+    """Several models behind one address. Everything runs on the event loop."""
+
+    @property
+    def entries(self) -> Sequence[ServedEntry]: ...
+
+    @property
+    def is_healthy(self) -> bool:
+        """False when only a restart of the process helps."""
+
+    @property
+    def ready(self) -> bool:
+        """True when each model that is loaded at the start is ready or has failed, and one can serve."""
+
+    @property
+    def may_control(self) -> bool:
+        """True if clients may load and unload models."""
+
+    def find(self, name: str) -> ServedEntry | None: ...
+
+    def default(self, task: Task | None) -> ServedEntry:
+        """Return the model of a request that names none: the first one for the task that has not failed."""
+
+    async def enter(self, entry: ServedEntry) -> None:
+        """Wait until the model is ready, and keep it loaded until `leave`.
+
+        Raises `NotReady` if it cannot be loaded, or not in time.
+        """
+
+    def leave(self, entry: ServedEntry) -> None: ...
+
+    async def load(self, entry: ServedEntry) -> None:
+        """Load a model and return when it is ready. Raises `NotReady`."""
+
+    async def unload(self, entry: ServedEntry) -> None:
+        """Unload a model once its open requests have ended."""
+
+    def keep_alive(self, entry: ServedEntry, seconds: float | None) -> None:
+        """Unload the model after as long a time without a request; None: never."""
+
+    def render_metrics(self, accept: str) -> tuple[bytes, str]:
+        """Return the exposition of all models, each sample with the label `model`."""
 
 
 class NewNames:
@@ -118,6 +208,7 @@ class ApiRuntime:
     tracer: Tracer | None = None
     capacity: Callable[[], Mapping[str, Mapping[int, float]]] = dict
     new_names: NewNames = field(default_factory=NewNames)
+    models: Models | None = None  # None: one model, which stays loaded
 
     def report_ignored(self, api: Api, names: Collection[str]) -> None:
         """Count the ignored fields of a body, and log each name the first time. Any thread may call it."""
@@ -126,9 +217,14 @@ class ApiRuntime:
             log.info("requests of the API %s have %r, which has no effect here: it is ignored", api, name)
 
 
+def new_id() -> str:
+    """Return an id that is unique, and no secret: the operating system's generator would take longer."""
+    return f"{random.getrandbits(128):032x}"
+
+
 def new_response_id(prefix: str) -> str:
     """Return a new id for a response body, and note it in the request's trace."""
-    identity = f"{prefix}{uuid.uuid4().hex}"
+    identity = f"{prefix}{new_id()}"
     if (client_request := CLIENT_REQUEST.get()) is not None and client_request.trace is not None:
         client_request.trace.attributes["gen_ai.response.id"] = identity
     return identity
@@ -173,8 +269,38 @@ def check_model(runtime: ApiRuntime, name: str | None, *, in_path: bool = False)
         for new in runtime.new_names.find("model", (name,)):
             log.info("requests name the model %r, which is not served here: %r answers them", new, served)
         return served
-    known = ", ".join(map(repr, served_names(runtime)[:_MAX_NAMES]))
-    raise ModelNotFound(f"The model {name[:100]!r} is not served here; {known} is.", field="model")
+    raise ModelNotFound(f"The model {name[:100]!r} is not served here; {_known_names(runtime)}.", field="model")
+
+
+def controlled_models(call: ApiCall) -> Models:
+    """Return the models that a client may load and unload. Raises `UnsupportedParameter` if it may not."""
+    models = call.runtime.models
+    if models is None:
+        raise UnsupportedParameter(
+            "Models are not loaded or unloaded: this server has one model until it ends. Several are served with"
+            " `armature serve --model NAME=MODEL --model NAME=MODEL`."
+        )
+    if not models.may_control:
+        raise UnsupportedParameter(
+            "Clients of this server may not load or unload models. Its operator can allow it with --model-control on."
+        )
+    return models
+
+
+def known_model(models: Models, name: str) -> ServedEntry:
+    """Return the model of a name. Raises `ModelNotFound`."""
+    if (entry := models.find(name)) is None:
+        raise ModelNotFound(
+            f"The model {name[:100]!r} is not served here; {_known_names(models.default(None).runtime)}.", field="model"
+        )
+    return entry
+
+
+def _known_names(runtime: ApiRuntime) -> str:
+    if runtime.models is None:
+        return f"{', '.join(map(repr, served_names(runtime)[:_MAX_NAMES]))} is"
+    names = [repr(entry.name) for entry in runtime.models.entries[:_MAX_MODELS]]
+    return f"{', '.join(names)} are" if len(names) > 1 else f"{names[0]} is"
 
 
 def served_names(runtime: ApiRuntime) -> list[str]:
@@ -217,18 +343,27 @@ class Encoding(Generic[T]):
     headers: Callable[[Encoded], Mapping[str, str]] = lambda encoded: {}
 
 
+class _NamedBody(BaseModel):
+    """What a body says about its model. `name` is Ollama's, `lora_name` an adapter's."""
+
+    model: Any = None
+    name: Any = None
+    lora_name: Any = None
+
+
+def _name_in(content: bytes | bytearray) -> str | None:
+    body = _NamedBody.model_validate_json(content)
+    return next((each for each in (body.model, body.name, body.lora_name) if isinstance(each, str)), None)
+
+
 class ApiCall:
     """One request to a route, and what its function needs. The body is parsed after the checks that do not need it."""
 
-    __slots__ = ("request", "route")
+    __slots__ = ("request", "route", "runtime")
 
     def __init__(self, route: Route, request: Request) -> None:
         self.route, self.request = route, request
-
-    @property
-    def runtime(self) -> ApiRuntime:
-        runtime: ApiRuntime = self.request.app.state.runtime
-        return runtime
+        self.runtime: ApiRuntime = request.app.state.runtime
 
     @property
     def service(self) -> Service:
@@ -237,11 +372,43 @@ class ApiCall:
     @property
     def id(self) -> str:
         """The request id that the gate has assigned (`x-request-id`)."""
-        identity: str = self.request.state.request_id
+        identity: str = self.request.scope["state"]["request_id"]
         return identity
 
     async def forward(self, route: Route) -> Response:
-        return await route.respond(ApiCall(route, self.request))
+        call = ApiCall(route, self.request)
+        if call.runtime.models is not None:
+            await call.choose_model(call.runtime.models)
+        return await route.respond(call)
+
+    async def choose_model(self, models: Models) -> None:
+        """Let the model that the request names serve it, or else the first one that can; `leave_model` must follow.
+
+        The name is in the path, in the query, or in the body. A wrong one is left to the route, which refuses it.
+        """
+        name = self.request.path_params.get("name") or self.request.query_params.get("model")
+        if name is None and self.request.method == "POST":
+            name = await self._named_in_body()
+        found = None if name is None else models.find(name)
+        entry = found or models.default(self.route.task)
+        self.leave_model(models)
+        if self.route.loads and (name is None or found is not None):  # a wrong name loads nothing
+            await models.enter(entry)
+            self.request.scope["state"][ENTERED_MODEL] = entry
+            if (client_request := CLIENT_REQUEST.get()) is not None:
+                client_request.model = entry.name
+        self.runtime = entry.runtime
+
+    def leave_model(self, models: Models) -> None:
+        if (entry := self.request.scope["state"].pop(ENTERED_MODEL, None)) is not None:
+            models.leave(entry)
+
+    async def _named_in_body(self) -> str | None:
+        content = await self.read()
+        try:
+            return await run_beside_loop(len(content), _name_in, content)
+        except ValidationError:  # the route says what is wrong with the body
+            return None
 
     async def read(self) -> bytes | bytearray:
         """Return the body's bytes; none once a large body was parsed."""
@@ -319,6 +486,8 @@ class Route:
         field_names: The dialect's names of fields that errors name, by ours.
         parse: Read the body; another function where a body is not JSON alone, or is checked first.
         find_model: Return the name that answers have for the name in a body, or in the path.
+        task: What a model must do for it; None: any does.
+        loads: It waits until its model is loaded.
         openapi: Further options of FastAPI's path operation, for the OpenAPI document.
     """
 
@@ -342,6 +511,8 @@ class Route:
     parse: Callable[[ApiCall], Awaitable[Any]] = ApiCall.parse
     find_model: Callable[[ApiCall, Any], str] = lambda call, body: check_model(call.runtime, body.model)
     openapi: Mapping[str, Any] = field(default_factory=dict)
+    task: Task | None = None
+    loads: bool = False
 
     @cached_property
     def path_format(self) -> str:
@@ -401,6 +572,8 @@ class Dialect:
             if (model := options["body"]) is not None:
                 options.setdefault("api", model.API)
             options.setdefault("statuses", _statuses(method, paths, options["body"], respond))
+            options.setdefault("task", "generate" if respond is _generate else _TASKS.get(options.get("operation")))
+            options.setdefault("loads", method == "POST")
             routes = [
                 Route(method, path, summary, self, serve, **{"respond": respond, **options})
                 for path in ((paths,) if isinstance(paths, str) else paths)
@@ -409,6 +582,12 @@ class Dialect:
             return routes[0]
 
         return declare
+
+
+# What a model must do, by the operation of the route.
+_TASKS: Mapping[str | None, Task] = {
+    "embeddings": "embed", "classify": "classify", "rerank": "rerank", "score": "rerank", "infer": "infer", "chat": "generate",
+}  # fmt: skip
 
 
 def _response_types(answer: Any) -> dict[str, Any]:
@@ -467,7 +646,7 @@ async def _generate(call: ApiCall) -> Response:
             return _rendered(generation)
         requests = [replace(each, api=route.api, model=name, request_id=call.id) for each in generation.requests]
         if len(requests) == 1:
-            direct = DirectOutput() if generation.streams else None
+            direct = DirectOutput()
             return await respond(runtime.service.generate(requests[0], direct), generation, route.encoding, direct)
         stream = merge_streams([runtime.service.generate(each) for each in requests], requests[0].params.n)
         return await respond(stream, generation, route.encoding)
@@ -500,8 +679,7 @@ class RouteTable:
     Exceptions, also for unknown paths and methods, are left to the enclosing `RequestGate`.
     """
 
-    def __init__(self, app: Any, routes: Iterable[Route]) -> None:
-        self._app = app
+    def __init__(self, routes: Iterable[Route]) -> None:
         self._exact: dict[tuple[str, str], Route] = {}
         self._patterns: list[tuple[str, re.Pattern[str], Route]] = []
         self._allowed: dict[str, list[str]] = {}
@@ -515,14 +693,20 @@ class RouteTable:
             self._allowed.setdefault(route.path, []).append(route.method)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         method, path = scope["method"], scope["path"]
         if (route := self._exact.get((method, path))) is None:
             route = self._match(scope)
-        response = await route.respond(ApiCall(route, Request(scope, receive)))
-        await response(scope, receive, send)
+        call = ApiCall(route, Request(scope, receive))
+        if (models := call.runtime.models) is None:
+            response = await route.respond(call)
+            await response(scope, receive, send)
+            return
+        try:
+            await call.choose_model(models)
+            response = await route.respond(call)
+            await response(scope, receive, send)
+        finally:
+            call.leave_model(models)
 
     def find(self, method: str, path: str) -> Route | None:
         found = self._exact.get((method, path))

@@ -164,7 +164,8 @@ class EventStreamResponse(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._direct is not None:
             self._direct.write = scope.get("extensions", {}).get(DIRECT_WRITE)
-        await super().__call__(scope, receive, send)
+        # Not `super().__call__`, whose tasks watch for a disconnect: `RequestGate` does that.
+        await self.stream_response(send)
 
     async def stream_response(self, send: Send) -> None:
         try:
@@ -265,6 +266,11 @@ class CollectedCompletion:
             choice.finished = event
             self.usage = event.usage
 
+    def add_directly(self, delta: TextDelta | bytes) -> bool:
+        if isinstance(delta, TextDelta):
+            self.add(delta)
+        return True
+
     @property
     def choices(self) -> list[CollectedChoice]:
         return [self.by_index[index] for index in sorted(self.by_index)]
@@ -273,9 +279,15 @@ class CollectedCompletion:
         return server_timing(choice.finished.timings for choice in self.choices if choice.finished)
 
 
-async def collect(stream: GenerationStream) -> CollectedCompletion:
-    """Read the stream to its end. Exceptions of the stream are raised."""
+def _plain_delta(text: str, token_ids: Sequence[int]) -> TextDelta:
+    return TextDelta(0, text, tuple(token_ids))
+
+
+async def collect(stream: GenerationStream, direct: DirectOutput | None = None) -> CollectedCompletion:
+    """Read the stream to its end; plain tokens may come by `direct`. Exceptions of the stream are raised."""
     completion = CollectedCompletion()
+    if direct is not None:
+        direct.frame, direct.write = _plain_delta, completion.add_directly
     async for event in stream:
         completion.add(event)
     return completion
@@ -326,7 +338,7 @@ async def respond(
     """
     headers = generation.headers
     if not generation.streams:
-        completion = await collect(stream)
+        completion = await collect(stream, direct)
         return JSONResponse(generation.form.whole(completion), headers={**completion.headers(), **headers})
     started = await wait_for_first_token(stream, direct, encoding.encode)
     events = encode_events(generation.form.events(started), encoding)

@@ -33,7 +33,7 @@ from app.server.model_source import open_or_fetch_model
 from app.server.prepare import CALIBRATE_COMMAND_SECONDS, Prepared, calibrate, prepare, with_kept_calibration
 from app.server.start_console import StartConsole, command_progress
 from app.server.termination_log import TerminationMessage
-from app.settings import Settings, given_settings, load_settings
+from app.settings import Settings, given_settings, load_settings, one_model
 from app.weights.forms import RECIPES
 from app.weights.open import require_checkpoint
 
@@ -67,6 +67,11 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _settings(arguments: Namespace) -> Settings:
+    """Return the settings of a command that takes one model."""
+    return one_model(_given_settings(arguments))
+
+
+def _given_settings(arguments: Namespace) -> Settings:
     settings, warnings = load_settings(**given_settings(arguments))
     for warning in warnings:
         print(f"armature: {warning}", file=sys.stderr)
@@ -74,7 +79,7 @@ def _settings(arguments: Namespace) -> Settings:
 
 
 def _serve(arguments: Namespace) -> int:
-    settings = _settings(arguments)
+    settings = _given_settings(arguments)
     with closing(StartConsole(has_bars=settings.log_format == "text")) as console:
         console.show("starting")  # the import takes a second
         with collection_paused():
@@ -178,13 +183,13 @@ def _list(arguments: Namespace) -> int:
 def _chat(arguments: Namespace) -> int:
     from app.cli.clients.command import run_chat
 
-    return run_chat(_settings(arguments), arguments)
+    return run_chat(_given_settings(arguments), arguments)
 
 
 def _top(arguments: Namespace) -> int:
     from app.cli.clients.command import run_top
 
-    return run_top(_settings(arguments), arguments)
+    return run_top(_given_settings(arguments), arguments)
 
 
 def _completion(arguments: Namespace) -> int:

@@ -16,7 +16,7 @@ from pydantic_settings import NoDecode
 
 from app.cli.completion import SHELLS
 from app.errors import UnknownArgument
-from app.settings import SETTING_GROUPS, Group, Settings, flag_of, settings_with, variable_of
+from app.settings import SETTING_GROUPS, Group, Settings, flag_of, named_models, settings_with, variable_of
 from app.version import VERSION
 
 MEASURING_COMMANDS = ("bench", "tco")  # of the package armature_bench
@@ -258,6 +258,20 @@ def _model_command(commands: Any, name: str, description: str) -> argparse.Argum
     return parser
 
 
+class _NamedModels(argparse.Action):
+    """The flag --model, which is repeated as NAME=MODEL for several models."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        if before is not None and not (named_models(before) and named_models(values)):
+            raise argparse.ArgumentError(
+                self, f"given twice, as {before} and as {values}: give each of several models a name, as NAME=MODEL"
+            )
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+
+
 class _CommaJoined(argparse.Action):
     """Several values of a flag, as the text in which an environment variable has them."""
 
@@ -280,6 +294,8 @@ def _add_setting(group: Any, row: SettingRow) -> None:
     text = f"{row.description}{default} [{row.variable}]".replace("%", "%%")
     metavar = row.values.replace(" ", "_")
     several: dict[str, Any] = {"nargs": "+", "action": _CommaJoined} if row.is_list else {}
+    if row.name == "model":
+        several = {"action": _NamedModels}
     group.add_argument(row.flag, dest=row.name, metavar=metavar, default=argparse.SUPPRESS, help=text, **several)
     if row.off_flag:
         group.add_argument(
@@ -335,6 +351,7 @@ def chat_flags() -> dict[str, dict[str, Any]]:
 def top_flags() -> dict[str, dict[str, Any]]:
     return {
         **server_flags(),
+        "--model": {"metavar": "NAME", "help": "one of the server's models; default: the first"},
         "--interval": {
             "type": _interval,
             "default": 2.0,

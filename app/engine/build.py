@@ -40,6 +40,10 @@ _BUILDERS: Mapping[tuple[str, bool], tuple[str, str]] = {
     ("decoder", False): ("app.engine.decoder.build", "build_device_decoder_engine"),
     ("encoder", False): ("app.engine.encoder.build", "build_device_encoder_engine"),
 }
+# The same by kind, for models that the library transformers computes, on any device.
+_TRANSFORMERS: Mapping[str, tuple[str, str]] = {
+    "decoder": ("app.engine.transformers.build", "build_transformers_engine"),
+}
 
 
 def ignore_stage(stage: str | LoadProgress) -> None: ...
@@ -78,8 +82,8 @@ class BuiltEngine(Generic[EngineT, RunnerT, ModelT]):
 
 def build(request: BuildRequest[Any]) -> Engine:
     """Build the engine on the thread that will run its steps. Raises a `StartupError` if the plan cannot be served."""
-    on_host = request.plan.placement.device in HOST_BACKENDS
-    module, function = _BUILDERS[request.checkpoint.needs().kind, on_host]
+    on_host, needs = request.plan.placement.device in HOST_BACKENDS, request.checkpoint.needs()
+    module, function = _BUILDERS[needs.kind, on_host] if needs.engine == "native" else _TRANSFORMERS[needs.kind]
     with raise_kernel_errors_as(PlanImpossible):
         built: BuiltEngine[Engine, Any, Any] = getattr(import_module(module), function)(request)
     return built.engine

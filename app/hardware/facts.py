@@ -179,8 +179,8 @@ class Facts:
     the kernel's name. `memory_node_ids` are the nodes that a cpuset allows; empty if unknown. `commit_left_bytes` is
     the address space that may still be reserved if every reservation counts at once (vm.overcommit_memory=2), else
     None. `mps_limit_bytes` is the operator's limit for a Mac's GPU. `is_translated`: Rosetta runs a Python for Intel
-    Macs. `isa` uses Linux's names on x86 (`avx512_bf16`) and short names on Arm (`neon`, `dotprod`, `i8mm`, `bf16`,
-    `sve`, `lse`).
+    Macs. `share_bytes` is the memory that one model may take, the setting memory_bytes. `isa` uses Linux's names on x86
+    (`avx512_bf16`) and short names on Arm (`neon`, `dotprod`, `i8mm`, `bf16`, `sve`, `lse`).
     """
 
     os: str
@@ -208,6 +208,7 @@ class Facts:
     native: NativeLibrary | None = None
     power: PowerMeter = PowerMeter()
     thermal: ThermalSensors = ThermalSensors()
+    share_bytes: int | None = None
 
     @property
     def num_logical_cpus(self) -> int:
@@ -285,6 +286,7 @@ class Needs:
     expert_weights: int = 0
     expert_use: float = 1.0
     draft: Needs | None = None
+    engine: Literal["native", "transformers"] = "native"
 
     def read_share(self, rows: int) -> float:
         """Return the share of the weights that a step with this many rows reads, if experts are selected evenly."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
@@ -155,7 +155,13 @@ class DurationTotal:
 
 
 class _Histogram(Histogram):
-    """prometheus_client's histogram; a value may be observed many times at once."""
+    """prometheus_client's histogram, which finds a value's bucket at once; a value may be observed many times."""
+
+    def observe(self, amount: float, exemplar: Exemplar | None = None) -> None:
+        if exemplar:
+            super().observe(amount, exemplar)
+        else:
+            self.observe_many(amount, 1)
 
     def observe_many(self, amount: float, count: int) -> None:
         """Observe the same value `count` times, without an exemplar."""
@@ -182,7 +188,8 @@ class Metrics:
         self.recent = {name: RecentQuantiles(clock) for name in ("request", "queue", "ttft", "itl")}
         self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens", "vectors")}
         self._registry = CollectorRegistry(auto_describe=False)
-        self._instruments: dict[str, Counter | _Histogram] = {}
+        self._instruments: dict[str, Any] = {}
+        self._gauges: list[_ComputedGauges] = []
         self._declare()
         ProcessCollector(registry=self._registry)
         self.gauges(self._last_minute)
@@ -192,22 +199,36 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
+    def collect(self) -> Iterable[Metric]:
+        return self._registry.collect()
+
     # ---- declaring metrics -----------------------------------------------------------------------------------------
 
     def counter(self, name: str, help: str, *labels: str) -> Counter:  # noqa: A002 (name used by prometheus_client)
         """Declare a counter; its name gets the prefix `armature_` and the suffix `_total`."""
-        made = self._instruments[name] = Counter(name, help, labels, namespace="armature", registry=self._registry)
+        made: Counter | None = self._instruments.get(name)
+        if made is None:
+            made = self._instruments[name] = Counter(name, help, labels, namespace="armature", registry=self._registry)
         return made
 
     def histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> _Histogram:  # noqa: A002
         """Declare a histogram; its name gets the prefix `armature_`."""
-        made = _Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
-        self._instruments[name] = made
+        made: _Histogram | None = self._instruments.get(name)
+        if made is None:
+            made = _Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
+            self._instruments[name] = made
         return made
 
     def gauges(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Add gauges that `collect` computes at each scrape; it leaves out unknown values."""
-        self._registry.register(_ComputedGauges(collect))
+        self._gauges.append(_ComputedGauges(collect))
+        self._registry.register(self._gauges[-1])
+
+    def forget_gauges(self) -> None:
+        """Remove the gauges that other objects added: those objects end, and new ones will count on with the rest."""
+        for gauges in self._gauges[1:]:
+            self._registry.unregister(gauges)
+        del self._gauges[1:]
 
     def samples(self, name: str) -> list[Sample]:
         return [sample for family in self._instruments[name].collect() for sample in family.samples]
@@ -238,7 +259,7 @@ class Metrics:
     # ---- from the event loop ---------------------------------------------------------------------------------------
 
     def refused(self, api: Api, reason: Refusal) -> None:
-        self._requests.labels(api, reason).inc()
+        self._of_request(api, reason).inc()
 
     def responded(self, method: str, route: str, status: int, code: str) -> None:
         """Count a response; see `armature_http_requests_total` in docs/contract.md.
@@ -246,7 +267,7 @@ class Metrics:
         `route` has the names of parameters, never what clients send. `status` is 499 if the client left before the
         response began. `code` is that of the error that was sent, also within a stream; empty if there was none.
         """
-        self._http_requests.labels(method, route, str(status), code).inc()
+        self._of_response(method, route, str(status), code).inc()
 
     def fields_ignored(self, api: Api, number: int) -> None:
         self._ignored_fields.labels(api).inc(number)
@@ -295,13 +316,13 @@ class Metrics:
 
     def prompt_tokens(self, num_tokens: int, num_cached: int) -> None:
         """Count the tokens of a prompt, cached ones included, as a request's usage does."""
-        self._tokens.labels("prompt").inc(num_tokens)
-        self._tokens.labels("cached").inc(num_cached)
+        self._of_token("prompt").inc(num_tokens)
+        self._of_token("cached").inc(num_cached)
         self.rates["prompt_tokens"].record(num_tokens)
         self.num_tokens += num_tokens
 
     def completion_tokens(self, num_tokens: int) -> None:
-        self._tokens.labels("completion").inc(num_tokens)
+        self._of_token("completion").inc(num_tokens)
         self.rates["completion_tokens"].record(num_tokens)
         self.num_tokens += num_tokens
 
@@ -314,8 +335,8 @@ class Metrics:
 
     def request_ended(self, api: Api, outcome: Outcome, seconds: float, exemplar: Exemplar | None = None) -> None:
         """Count a request and its seconds; once for each admitted request."""
-        self._requests.labels(api, outcome).inc()
-        self._request_seconds.labels(api).observe(seconds, exemplar)
+        self._of_request(api, outcome).inc()
+        self._of_api(api).observe(seconds, exemplar)
         (self.succeeded if outcome in SUCCESSES else self.failed).add(seconds)
         self.recent["request"].record(seconds)
         self.rates["requests"].record()
@@ -377,6 +398,10 @@ class Metrics:
         self._batch_sequences = self.histogram("batch_sequences", "Sequences in a step.", COUNT_BUCKETS, "phase")
         # Cached on first use: a label that is never used has no series.
         self._of_step = cache(lambda phase: (self._step_seconds.labels(phase), self._model_seconds.labels(phase)))
+        self._of_request = cache(self._requests.labels)
+        self._of_response = cache(self._http_requests.labels)
+        self._of_token = cache(self._tokens.labels)
+        self._of_api = cache(self._request_seconds.labels)
         self._of_share = cache(lambda phase: (self._batch_tokens.labels(phase), self._batch_sequences.labels(phase)))
 
     def _last_minute(self) -> Iterator[Metric]:

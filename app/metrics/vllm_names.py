@@ -58,7 +58,7 @@ def vllm_metrics(metrics: Metrics, now: EngineSnapshot, num_reading: int, model:
     if model:
         yield from (_histogram(metrics, theirs, ours, model) for theirs, ours in _HISTOGRAMS.items())
         yield from _counters(metrics, model)
-    yield _http_requests(metrics)
+    yield http_requests(metrics)
 
 
 def _histogram(metrics: Metrics, theirs: str, ours: str, model: str) -> Metric:
@@ -89,7 +89,7 @@ def _counters(metrics: Metrics, model: str) -> Iterator[Metric]:
     yield success
 
 
-def _http_requests(metrics: Metrics) -> Metric:
+def http_requests(metrics: Metrics) -> Metric:
     """Return the counter that servers made with FastAPI usually have, vLLM among them: statuses by their first digit."""
     sums: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     for sample in metrics.samples("http_requests"):

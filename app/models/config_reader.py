@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.errors import CheckpointInvalid
+from app.errors import CheckpointInvalid, NotNative
 
 _REQUIRED = object()
 # Models compute in FP32, whose smallest number with all digits is 1.2e-38. No real config comes near either.
@@ -29,7 +29,8 @@ FOLLOWED_WHERE_NEEDED = frozenset(
     " no_rope_layer_interval n_group topk_group num_kv_heads multi_query first_k_dense_replace full_attn_idxs"
     " original_max_position_embeddings intermediate_size hidden_act rope_scaling rope_parameters rope_theta num_labels"
     " problem_type id2label partial_rotary_factor qk_rope_head_dim max_sequence_length global_attn_every_n_layers"
-    " local_attention attention_types num_key_value_heads head_dim num_experts parallel_attn".split()
+    " local_attention attention_types num_key_value_heads head_dim num_experts parallel_attn"
+    " moe_intermediate_size top_k_experts".split()
 )
 # They describe the file, its origin, or what it was for.
 _ABOUT = (
@@ -46,8 +47,8 @@ _TRAINING = (
     " attn_dropout layerdrop mlp_dropout classifier_dropout classifier_dropout_prob summary_first_dropout qa_dropout seq_classif_dropout"
     " output_router_logits router_aux_loss_coef router_z_loss_coef aux_loss_alpha seq_aux input_jitter_noise"
     " router_jitter_noise use_auxfree sparse_prediction sparse_pred_ignore_index repad_logits_with_grad altup_coef_clip"
-    " mtp_loss_scaling_factor gradient_checkpointing z_loss_coefficient time_step_rank time_step_min time_step_max"
-    " time_step_floor"
+    " mtp_loss_scaling_factor activation_dropout gradient_checkpointing z_loss_coefficient time_step_rank time_step_min"
+    " time_step_max time_step_floor"
 )
 # What other implementations compute with, and what they return. `pretraining_tp` splits sums, `slow_but_exact` and
 # `reorder_and_upcast_attn` order them otherwise; `qk_head_dim` is a sum of two others.
@@ -57,29 +58,32 @@ _IMPLEMENTATION = (
     " deterministic_flash_attn reference_compile use_flash_attn fused_bias_fc fused_dropout_add_ln use_xentropy"
     " pad_vocab_size_multiple unpad_inputs use_memory_efficient_attention pack_qkv norm_type embedding_fraction"
     " learned_pos_emb use_flash_rotary tie_encoder_decoder pruned_heads is_decoder"
-    " max_cache_len cache_implementation num_logits_to_keep mamba_chunk_size chunk_size mamba_ssm_dtype mamba_ssm_cache_dtype"
+    " max_cache_len cache_implementation enable_moe_fp32_combine attention_softmax_in_fp32"
+    " scale_attention_softmax_in_fp32 n_ctx projector_hidden_act vision_feature_layer multimodal_projector_bias"
+    " spatial_merge_size num_logits_to_keep mamba_chunk_size chunk_size mamba_ssm_dtype mamba_ssm_cache_dtype"
     " use_mamba_kernels residual_in_fp32"
 )
 # Tokens, which the tokenizer's files and generation_config.json decide; eos_token_id is read with these.
 _TOKENS = (
     "bos_token_id eos_token_id pad_token_id eod_token_id sep_token_id cls_token_id mask_token_id unk_token_id"
-    " decoder_start_token_id image_token_index image_token_id boi_token_index eoi_token_index boi_token_id eoi_token_id audio_token_id"
-    " boa_token_id eoa_token_id eoa_token_index mm_tokens_per_image vision_soft_tokens_per_image audio_soft_tokens_per_image"
-    " video_token_id vision_start_token_id vision_end_token_id"
-    " suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids max_length min_length"
-    " do_sample temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams"
-    " num_beam_groups diversity_penalty num_return_sequences early_stopping encoder_no_repeat_ngram_size prefix"
-    " remove_invalid_values exponential_decay_length_penalty return_dict_in_generate output_scores"
+    " decoder_start_token_id image_token_index image_token_id boi_token_index eoi_token_index boi_token_id"
+    " eoi_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index mm_tokens_per_image"
+    " vision_soft_tokens_per_image audio_soft_tokens_per_image suppress_tokens begin_suppress_tokens"
+    " forced_bos_token_id forced_eos_token_id bad_words_ids max_length min_length video_token_id"
+    " vision_start_token_id vision_end_token_id do_sample temperature top_k top_p typical_p repetition_penalty"
+    " length_penalty no_repeat_ngram_size num_beams num_beam_groups diversity_penalty num_return_sequences"
+    " early_stopping encoder_no_repeat_ngram_size prefix remove_invalid_values exponential_decay_length_penalty"
+    " return_dict_in_generate output_scores"
 )
 # The tensors show them: one that is not expected, or that is missing, is refused.
 _TENSORS = "tie_word_embeddings attention_bias mlp_bias use_bias"
 # Heads and layers that are not served: those that predict further tokens, answers or sums of a text.
 _HEADS = (
-    "num_nextn_predict_layers num_mtp_layers summary_type summary_use_proj summary_activation summary_proj_to_labels"
-    " mtp_num_hidden_layers mtp_use_dedicated_embeddings"
-    " summary_last_dropout decoder_bias classifier_bias classifier_pooling classifier_activation sinusoidal_pos_embds"
-    " matryoshka_dimensions lora_adaptations lora_rank lora_dropout_p lora_alpha"
-    " lora_main_params_trainable load_trained_adapters emb_pooler truncate_dim task_instructions"
+    "num_nextn_predict_layers num_mtp_layers mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers"
+    " mtp_use_dedicated_embeddings summary_type summary_use_proj"
+    " summary_activation summary_proj_to_labels summary_last_dropout decoder_bias classifier_bias classifier_pooling"
+    " classifier_activation sinusoidal_pos_embds matryoshka_dimensions lora_adaptations lora_rank lora_dropout_p"
+    " lora_alpha lora_main_params_trainable load_trained_adapters emb_pooler truncate_dim task_instructions"
 )
 WITHOUT_EFFECT = frozenset(" ".join((_ABOUT, _TRAINING, _IMPLEMENTATION, _TOKENS, _TENSORS, _HEADS)).split())
 # Names whose values change what is computed, with the values that do not. Any other value is refused in a family whose
@@ -270,7 +274,7 @@ def unknown_keys(
     for place, value in values.not_asked().items():
         name = place if place in refused or place in known else place.rpartition(".")[2]
         if name in refused and value is not None and value not in refused[name]:
-            raise CheckpointInvalid(
+            raise NotNative(
                 f"{where}: {place} is {str(value)[:80]}, which this architecture does not have here: it would be computed"
                 " without it."
             )

@@ -8,7 +8,6 @@ import queue
 import sys
 import threading
 import time
-from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +17,9 @@ from app.service.request_log import REQUEST_LOGGER
 from app.settings import Settings
 
 MAX_QUEUED_LINES = 10_000  # lines of requests that wait to be written, some 1 KB each
+# After a line, those of some further requests are collected: writing each at once would take the interpreter from the
+# event loop for each request.
+COLLECT_SECONDS = 0.02
 CLOSE_SECONDS = 0.5  # longest wait for their writing at the end of the process
 LABEL_COLUMNS = 10
 _LEVEL_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
@@ -67,18 +69,19 @@ class WritingThreadHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._records: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_QUEUED_LINES)
+        self._records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._write, name="armature-request-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(queue.Full):
-            self._records.put_nowait(record)
+        if self._records.qsize() < MAX_QUEUED_LINES:
+            self._records.put(record)
 
     def close(self) -> None:
         """Write what is queued, for a limited time. `logging.shutdown`, which runs at exit, calls this."""
-        with suppress(queue.Full):
-            self._records.put_nowait(None)
+        self._is_closing.set()
+        self._records.put(None)
         self._thread.join(CLOSE_SECONDS)
         super().close()
 
@@ -86,6 +89,8 @@ class WritingThreadHandler(logging.Handler):
         while (record := self._records.get()) is not None:
             for handler in logging.getLogger().handlers:
                 handler.handle(record)
+            if self._records.empty():
+                self._is_closing.wait(COLLECT_SECONDS)
 
 
 def log_to_stderr(settings: Settings) -> None:

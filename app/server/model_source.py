@@ -49,7 +49,7 @@ def open_or_fetch_model(settings: Settings, path: Path | None = None) -> OpenedM
     if name is not None:
         with closing(StartConsole()) as console:
             fetch_or_use_cached(name, console.show)
-    return open_model(path or settings.checkpoint_directory)
+    return open_model(path or settings.checkpoint_directory, settings.engine if path is None else "native")
 
 
 def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:

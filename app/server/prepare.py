@@ -38,6 +38,7 @@ from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
 from app.metrics.load_progress import LoadProgress
 from app.models.decoders.config import ModelConfig
+from app.models.transformers_config import TransformersConfig
 from app.server.adapters import check_device, planned_adapters
 from app.server.model_source import missing_model, open_or_fetch_model, planned_draft
 from app.settings import Settings, parse_kept_layers
@@ -333,8 +334,10 @@ def measurement_subject(prepared: Prepared) -> CalibrationSubject:
     plans = [plan_variant for name in names if (plan_variant := _plan_for_precision(prepared, name)) is not None]
     int4 = next((name for name in precision.INT4_PRECISIONS if name in names), None)
     copies = settings.int8_copy != "off" and int4 is not None and checkpoint.needs().generates
+    model = checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint
+    assert not isinstance(model, TransformersConfig), "only native engines are measured"
     return CalibrationSubject(
-        checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint,
+        model,
         tuple(plans),
         _thread_counts(settings, plan),
         lambda found: _precision_and_threads(_plan(facts, found, settings, prepared.needs)),

@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
 
 from app.api.access import ApiKeys
 from app.api.connection_limits import RESERVED_CONNECTIONS, ConnectionLimits
@@ -28,13 +27,14 @@ from app.api.routing import OTHER
 from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.hardware.decision import format_bytes, format_count
 from app.models.encoders.config import EncoderConfig
-from app.server.app import create_app
+from app.server.app import Application, create_app
 from app.server.listeners import BACKLOG, Listeners, TlsListener, listen
 from app.server.log_output import log_to_stderr
+from app.server.models import ModelRegistry
 from app.server.prepare import Prepared, prepare_start
 from app.server.startup import ServerRuntime
 from app.server.termination_log import describe_exception
-from app.settings import Settings
+from app.settings import Settings, served_models
 from app.tracing.start import start_tracer
 from app.weights.files import open_regular
 from app.weights.program import ProgramCheckpoint
@@ -58,7 +58,6 @@ def serve(settings: Settings) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     tls = tls_context(settings)
     tracer = start_tracer(settings, os.environ)
-    prepared = prepare_start(settings)
     failures: list[BaseException] = []
 
     def on_fatal(error: BaseException) -> None:
@@ -67,11 +66,19 @@ def serve(settings: Settings) -> int:
 
     addresses: list[str] = []  # known before the worker starts
 
+    models = served_models(settings)
+    # One model that is loaded with the server, and stays, needs no registry.
+    is_single = len(models) == 1 and models[0].load == "start" and models[0].unload_after_seconds == "never"
+
     def on_ready(ready: Prepared, seconds: float, has_chat: bool) -> None:
-        for label, text in start_summary(ready, addresses[0], seconds, has_chat):
+        for label, text in start_summary(ready, addresses[0], seconds, has_chat, names_model=not is_single):
             log.info("%s", text, extra={"label": label})
 
-    serving = ServerRuntime(prepared, on_fatal, on_ready, tracer)
+    serving: ServerRuntime | ModelRegistry
+    if is_single:
+        serving = ServerRuntime(prepare_start(models[0]), on_fatal, on_ready, tracer)
+    else:
+        serving = ModelRegistry(settings, models, on_fatal, on_ready, tracer)
     runtime = serving.runtime()
     server = PunctualServer(server_config(create_app(runtime), settings), settings.drain_seconds, tls)
     # uvicorn raises the signal again after draining. This harmless handler receives it, so that the process ends by
@@ -99,7 +106,7 @@ def serve(settings: Settings) -> int:
         _end_process_after(EXIT_SECONDS, failed_with.exit_code)
         raise failed_with from failure
     _end_process_after(EXIT_SECONDS)  # a thread that reads a text cannot be ended, and Python would wait for it
-    if serving.worker.alive:
+    if serving.alive:
         # A thread within native code cannot be ended, and finalizing the interpreter would crash it: so exit without
         # finalizing.
         logging.shutdown()
@@ -179,7 +186,7 @@ def _end_process_after(seconds: float, status: int = 0) -> None:
     timer.start()
 
 
-def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+def server_config(app: Application, settings: Settings) -> uvicorn.Config:
     """Return uvicorn's configuration: no access log, no WebSockets, bounded request heads."""
     limits = connection_limits(settings)
     limits.count_error = lambda status, code: app.state.runtime.metrics.responded(OTHER, OTHER, status, code)
@@ -236,8 +243,10 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
     return context
 
 
-def start_summary(prepared: Prepared, url: str, seconds: float, has_chat: bool) -> Iterator[tuple[str, str]]:
-    """Yield the label and the text of each line; `seconds` is the time of the start."""
+def start_summary(
+    prepared: Prepared, url: str, seconds: float, has_chat: bool, names_model: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Yield the label and the text of each line; `seconds` is the time of the start. `names_model`: there are several."""
     plan, needs = prepared.plan, prepared.needs
     stored = needs.stored_quantization or needs.stored_dtype
     yield (
@@ -252,7 +261,7 @@ def start_summary(prepared: Prepared, url: str, seconds: float, has_chat: bool) 
     yield "speed", capacity.reason if capacity.value else plan.decisions["speed_source"].reason
     page = "/ is a page to try the model, " if prepared.settings.page == "on" else ""
     yield "ready", f"in {seconds:.1f} s at {url} ({page}/docs lists the API)"
-    yield "try", try_command(prepared, url, has_chat)
+    yield "try", try_command(prepared, url, has_chat, names_model)
 
 
 def _machine(prepared: Prepared) -> str:
@@ -280,9 +289,12 @@ def _memory(prepared: Prepared) -> str:
     )
 
 
-def try_command(prepared: Prepared, url: str, has_chat: bool) -> str:
+def try_command(prepared: Prepared, url: str, has_chat: bool, names_model: bool = False) -> str:
     """Return a `curl` command whose answer shows what the model does, to paste into a shell of this machine."""
     path, body = _first_request(prepared, has_chat)
+    if names_model and body is not None:
+        path, body = ("/v1/classify", {"input": body["inputs"]}) if path == "/predict" else (path, body)
+        body = {"model": prepared.model_name, **body}
     for every, own in _LOOPBACK.items():
         url = url.replace(every, own)
     words = ["curl", f"{url}{path}"]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
@@ -343,17 +344,33 @@ def bind_service_threads(cpu_ids: tuple[int, ...]) -> None:
                 return
 
 
+def use_http_threads(number: int) -> None:
+    """Let the event loop run what takes longer in as many threads."""
+    pool = ThreadPoolExecutor(number, thread_name_prefix="armature-http")
+    asyncio.get_running_loop().set_default_executor(pool)
+
+
 def save_prefixes(engine: Engine, is_wanted: Callable[[], bool]) -> None:
     """Keep the prefixes that the engine computed, on the worker thread, until `is_wanted` returns True."""
     if isinstance(engine, DecoderEngine):
         engine.save_prefixes(is_wanted)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedParts:
+    """What a runtime has from a process with several models: the model's metrics, and the machine's monitors."""
+
+    metrics: Metrics
+    power: PowerMonitor
+    thermal: ThermalMonitor
+
+
 class ServerRuntime:
     """The worker, the service and the metrics of one process, connected.
 
     `on_fatal` is called from the worker thread when the worker cannot continue; `on_ready` when it can serve, with the
-    final plan, the seconds since the start, and whether the model has a chat template.
+    final plan, the seconds since the start, and whether the model has a chat template. `shared` None: it is the only
+    model of the process.
     """
 
     def __init__(
@@ -362,13 +379,14 @@ class ServerRuntime:
         on_fatal: Callable[[BaseException], None],
         on_ready: Callable[[Prepared, float, bool], None] = lambda prepared, seconds, has_chat: None,
         tracer: Tracer | None = None,
+        shared: SharedParts | None = None,
     ) -> None:
-        self._start, self._tracer = start, tracer
+        self._start, self._tracer, self._shared = start, tracer, shared
         self._on_fatal, self._on_ready = on_fatal, on_ready
         self._began = time.monotonic()
         self._stopping = Flag()
         self._cpu_stat = find_cpu_stat(HostFiles(Path("/")))
-        self.metrics = Metrics()
+        self.metrics = Metrics() if shared is None else shared.metrics
         self._step_monitor = StepMonitor(self.metrics)
         self._step_time_model = StepTimeModel()
         self._idle_attempts = 0
@@ -377,11 +395,31 @@ class ServerRuntime:
         self.worker = Worker(self._build, self._step_monitor)
         self.service = Service(self.worker, self.metrics)
         facts, settings, gpu = start.facts, start.settings, start.plan.gpu(start.facts)
-        self._power_monitor = PowerMonitor(
-            self.metrics, facts.power, lambda: self.service.idle, settings.watts, settings.hourly_price, gpu
-        )
-        self._thermal_monitor = ThermalMonitor(self.metrics, facts.thermal)
+        if shared is None:
+            self._power_monitor = PowerMonitor(
+                self.metrics, facts.power, lambda: self.service.idle, settings.watts, settings.hourly_price, gpu
+            )
+            self._thermal_monitor = ThermalMonitor(self.metrics, facts.thermal)
+        else:
+            self._power_monitor, self._thermal_monitor = shared.power, shared.thermal
         DeploymentGauges(self.metrics, self._deployment)
+
+    @property
+    def alive(self) -> bool:
+        """True while the worker runs."""
+        return self.worker.alive
+
+    @property
+    def prepared_start(self) -> Prepared | UnfetchedModel:
+        return self._start
+
+    def runtime_among(self, process: ApiRuntime) -> ApiRuntime:
+        """Return the runtime of one of several models of a process."""
+        names = ModelNames(self._start.settings.served_model_name[1:])
+        capacity = self._step_monitor.capacity
+        return replace(
+            process, service=self.service, metrics=self.metrics, info=self._info, names=names, capacity=capacity
+        )
 
     def runtime(self) -> ApiRuntime:
         settings = self._start.settings
@@ -397,11 +435,11 @@ class ServerRuntime:
         )
 
     async def start(self) -> None:
-        pool = ThreadPoolExecutor(self._start.plan.cpu.http_threads, thread_name_prefix="armature-http")
-        asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
-        self._power_monitor.start()
-        self._thermal_monitor.start()
+        if self._shared is None:
+            use_http_threads(self._start.plan.cpu.http_threads)
+            self._power_monitor.start()
+            self._thermal_monitor.start()
         callbacks = Callbacks(
             self.service.on_events,
             self._worker_failed,
@@ -413,14 +451,15 @@ class ServerRuntime:
 
     async def stop(self) -> None:
         """Stop everything after responses were sent or cut off, waiting for the worker for limited time."""
-        self._power_monitor.stop()
-        self._thermal_monitor.stop()
+        if self._shared is None:
+            self._power_monitor.stop()
+            self._thermal_monitor.stop()
         self._stopping.set()
         await self.service.stop()
         self.worker.put(Stop())
         patience = STOP_LOADING_SECONDS if self.worker.state == "loading" else STOP_SECONDS
         await asyncio.to_thread(self.worker.join, patience)
-        if self._tracer is not None:  # last: responses that were cut off have ended now
+        if self._tracer is not None and self._shared is None:  # last: responses that were cut off have ended now
             await asyncio.to_thread(self._tracer.close, FLUSH_SECONDS)
 
     @property
@@ -445,7 +484,8 @@ class ServerRuntime:
             engine, has_chat = self._build_calibrated(report_stage)
         for name, decision in self._prepared.plan.decisions.items():
             log.debug("plan: %s = %s (%s)", name, decision.value, decision.reason)
-        bind_service_threads(self._prepared.plan.cpu.service_cpu_ids)
+        if self._shared is None:  # it would bind the workers of other models too
+            bind_service_threads(self._prepared.plan.cpu.service_cpu_ids)
         self._on_ready(self._prepared, time.monotonic() - self._began, has_chat)
         return engine
 

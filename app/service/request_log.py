@@ -6,6 +6,7 @@ One HTTP request may be several requests of the service, such as one for each pr
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +26,8 @@ class ClientRequest:
 
     `account` is None without limits, and `trace` if it is not sampled. The seconds are from arrival to the first step
     (`queue_seconds`) and to the first token, of the part that waited longest; None if there was none. `error` is the
-    code of the error that its client was sent, also as the last event of a stream.
+    code of the error that its client was sent, also as the last event of a stream. `model` is the name of one of
+    several models, empty otherwise.
     """
 
     account: Account | None = None
@@ -35,6 +37,7 @@ class ClientRequest:
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
     error: str = ""
+    model: str = ""
 
     def add(
         self, prompt_tokens: int, completion_tokens: int, queue_seconds: float | None, first_token_seconds: float | None
@@ -78,11 +81,24 @@ def log_request(
         "first_token_ms": _milliseconds(client_request.first_token_seconds),
         "total_ms": _milliseconds(seconds),
     }
+    if client_request.model:
+        fields["model"] = client_request.model
     if client_request.trace is not None:
         fields["trace_id"] = client_request.trace.exemplar["trace_id"]
-    shown = " ".join(f"{name}={'-' if value is None else value}" for name, value in list(fields.items())[4:])
-    message = f"{method} {fields['route']} {status} id={request_id} {shown}"
-    log.log(request_level(method), "%s", message, extra={"fields": fields})
+    # `log.log` would look for the caller in the stack, which no form of the log shows.
+    extra = {"fields": fields}
+    log.handle(log.makeRecord(log.name, request_level(method), "", 0, _Line(fields), (), None, extra=extra))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A message that is formatted by the thread that writes it."""
+
+    fields: Mapping[str, object]
+
+    def __str__(self) -> str:
+        shown = " ".join(f"{name}={'-' if value is None else value}" for name, value in list(self.fields.items())[4:])
+        return "{method} {route} {status} id={id} ".format_map(self.fields) + shown
 
 
 @lru_cache(maxsize=128)  # most requests are for a few routes
@@ -95,4 +111,6 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def _longest(one: float | None, other: float | None) -> float | None:
-    return max((seconds for seconds in (one, other) if seconds is not None), default=None)
+    if one is None or other is None:
+        return other if one is None else one
+    return max(one, other)

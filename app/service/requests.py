@@ -168,17 +168,17 @@ StreamEvent = Accepted | TextDelta | ChoiceFinished
 
 @dataclass(slots=True)
 class DirectOutput:
-    """The way of a plain token to its client without the stream's reader (`OpenGeneration.arrive`).
+    """The way of a plain token to its response without the stream's reader (`OpenGeneration.arrive`).
 
     Attributes:
-        frame: Return the event's bytes for a text and the ids of its tokens, as the stream's reader would write it.
-            None while the next event is of another kind.
-        write: Write bytes to the client after all that was sent before, or return False if it cannot take them now.
-            None before the response begins, and for a connection that cannot.
+        frame: Return what `write` takes for a text and the ids of its tokens: the event's bytes, as the stream's reader
+            would write it, or a part of a whole answer. None while the next event is of another kind.
+        write: Add it to the response after all that was sent before, or return False if the client cannot take it now;
+            empty bytes only ask. None before the response begins, and for a connection that cannot.
     """
 
-    frame: Callable[[str, Sequence[int]], bytes] | None = None
-    write: Callable[[bytes], bool] | None = None
+    frame: Callable[[str, Sequence[int]], bytes | TextDelta] | None = None
+    write: Callable[[Any], bool] | None = None
 
 
 # A text, a pair that is read as one (a query and a document), or token ids, to which no special tokens are added.

@@ -2,6 +2,18 @@
 
 const KEY = "armature.key";
 
+/** The one of several models that each request names; null if there is one model. */
+let model = new URLSearchParams(location.search).get("model");
+
+export function useModel(name) {
+  model = name;
+}
+
+function forModel(path) {
+  if (model === null) return path;
+  return `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(model)}`;
+}
+
 /** An answer that is an error, with the server's own sentence. */
 export class ApiError extends Error {
   constructor(status, message, code = null) {
@@ -40,7 +52,7 @@ export async function call(path, { body, signal } = {}) {
   }
   let response;
   try {
-    response = await fetch(path, options);
+    response = await fetch(forModel(path), options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server cannot be reached. Is it still running?");

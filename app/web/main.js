@@ -1,6 +1,6 @@
 // The frame of the page: which parts suit the served model, the API key, the theme, and a server that is still loading.
 
-import { ApiError, getJson, hasKey, setKey } from "./api.js";
+import { ApiError, call, getJson, hasKey, setKey, useModel } from "./api.js";
 import { announce, button, el, errorBox, field, seconds } from "./dom.js";
 import { icon } from "./icons.js";
 
@@ -41,8 +41,9 @@ async function start() {
   }
 }
 
-/** Return /info once the server is ready; until then show how far it is. */
+/** Return /info once the server, and the chosen one of several models, is ready; until then show how far it is. */
 async function waitUntilReady() {
+  let isAsked = false;
   for (;;) {
     let info = null;
     try {
@@ -51,6 +52,16 @@ async function waitUntilReady() {
       if (!(error instanceof ApiError) || error.status === 401 || error.status === 0) throw error;
     }
     if (info?.stage === "ready") return info;
+    if (info?.models) {
+      const chosen = info.models.find(({ name }) => name === info.model.name);
+      choose(info);
+      if (chosen.state === "failed") throw new Error(`${chosen.name} cannot be loaded: ${chosen.stage}`);
+      if (chosen.state === "unloaded" && !isAsked) call("tokenize", { body: { prompt: "" } }).catch(() => {});
+      isAsked = true;
+      main.replaceChildren(loading({ stage: chosen.stage }));
+      await new Promise((resolve) => setTimeout(resolve, POLL_SECONDS * 1000));
+      continue;
+    }
     // The readiness probe answers 503 with the stage until the server is ready.
     const ready = await fetch("readyz", { cache: "no-store" }).then((response) => response.json(), () => ({}));
     main.replaceChildren(loading(ready));
@@ -72,9 +83,8 @@ function loading({ stage, progress }) {
 function open(info) {
   const { name, kind, architecture } = info.model;
   document.title = `${name} – Armature`;
-  const model = document.getElementById("model");
-  model.textContent = name;
-  model.title = architecture ?? "";
+  document.getElementById("model").title = architecture ?? "";
+  choose(info);
   for (const part of [FIRST[kind], "machine", "now"]) pages.set(part, { title: PARTS[part][0], make: () => PARTS[part][1](info) });
   document.getElementById("tabs").replaceChildren(
     ...[...pages].map(([part, { title }]) => el("a", { href: `#${part}`, id: `tab-${part}` }, title)),
@@ -85,6 +95,17 @@ function open(info) {
   key.onclick = () => askForKey("Give another key, or none.");
   addEventListener("hashchange", route);
   route();
+}
+
+/** Show the name of the model; of several ones, a list to choose from. */
+function choose({ model, models }) {
+  const place = document.getElementById("model");
+  useModel(models ? model.name : null);
+  if (!models) return place.replaceChildren(model.name);
+  const options = models.map(({ name }) => el("option", { value: name, selected: name === model.name }, name));
+  const list = el("select", { "aria-label": "Model" }, options);
+  list.onchange = () => location.assign(`?model=${encodeURIComponent(list.value)}`);
+  place.replaceChildren(list);
 }
 
 async function route() {

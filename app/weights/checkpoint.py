@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from app.errors import CheckpointInvalid
+from app.errors import CheckpointInvalid, NotNative
 from app.hardware.facts import Needs
 from app.models.config_reader import AskedValues, unknown_keys
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, active_weights, is_expert, tables_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
-from app.models.encoders.config_reader import is_encoder, names_encoder, read_encoder
+from app.models.encoders.config_reader import SentenceConfig, is_encoder, names_encoder, read_encoder
+from app.models.transformers_config import TransformersConfig
 from app.weights.files import (
     check_directory,
     check_not_lfs_pointer,
@@ -51,6 +52,9 @@ from app.weights.tensor_names import RenamedTensors, has_own_head, rename_decode
 
 log = logging.getLogger(__name__)
 
+AnyConfig = ModelConfig | EncoderConfig | TransformersConfig
+EngineChoice = Literal["auto", "native", "transformers"]  # the setting `engine`
+
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SINGLE_FILE = "model.safetensors"
@@ -68,7 +72,7 @@ class Checkpoint:
     directory: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
-    model_config: ModelConfig | EncoderConfig
+    model_config: AnyConfig
     tensors: Mapping[str, TensorEntry]
     given_name: str = ""  # the name under which it was requested, if that was not its directory
     gguf: Path | None = None
@@ -97,6 +101,8 @@ class Checkpoint:
         """Configuration of a decoder. Raises `CheckpointInvalid` for an encoder."""
         if isinstance(self.model_config, ModelConfig):
             return self.model_config
+        if isinstance(self.model_config, TransformersConfig):
+            raise CheckpointInvalid(f"{self.directory} ({self.model_config.architecture}) is computed by transformers.")
         raise CheckpointInvalid(
             f"{self.directory} is an encoder ({self.model_config.architecture}); a decoder is needed here."
         )
@@ -112,10 +118,12 @@ class Checkpoint:
 
     def needs(self) -> Needs:
         config, tensors = self.model_config, self.tensors
+        if isinstance(config, TransformersConfig):
+            return self._transformers_needs(config)
         if isinstance(config, ModelConfig):
             host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
             kv_heads = config.cache_heads
-            kv_elements = 2 * config.cache_layers * kv_heads * config.head_dim
+            kv_elements = 2 * config.cache_layers * kv_heads * config.cache_head_dim
             tables = tables_of(config)
             products, experts = active_weights(config), config.experts
         else:
@@ -149,21 +157,42 @@ class Checkpoint:
             expert_use=1.0 if experts is None else experts.routing.top_k / experts.routing.num_experts,
         )
 
+    def _transformers_needs(self, config: TransformersConfig) -> Needs:
+        elements = sum(entry.num_elements for entry in self.tensors.values())
+        return Needs(
+            kind=config.kind,
+            engine="transformers",
+            architecture=config.architecture,
+            num_parameters=elements,
+            weight_bytes=sum(entry.nbytes for entry in self.tensors.values()),
+            bytes_by_precision={"fp32": 4 * elements, "bf16": 2 * elements, "fp16": 2 * elements},
+            kv_elements_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim,
+            max_model_len=config.max_model_len,
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            stored_dtype=self.stored_dtype,
+            num_kv_heads=config.num_kv_heads,
+        )
+
     @property
     def stored_dtype(self) -> str:
         elements: Counter[str] = Counter()
         for entry in self.tensors.values():
-            elements[entry.dtype] += entry.num_elements
+            if entry.dtype in STORED_DTYPES:
+                elements[entry.dtype] += entry.num_elements
         return STORED_DTYPES[elements.most_common(1)[0][0]]
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, engine: EngineChoice = "auto") -> Checkpoint:
     """Read and check all but the weights' values of a directory or GGUF file. Raises `CheckpointInvalid`, `OSError`."""
     gguf = find_gguf(path)
+    if gguf is not None and engine == "transformers":
+        raise CheckpointInvalid(f"engine is transformers, but {gguf.name} is a GGUF file: give a checkpoint directory.")
     if gguf is not None:
         return _open_gguf(gguf)
     check_directory(path)
-    return _open_directory(path)
+    return _open_directory(path, engine)
 
 
 def _open_gguf(file: Path) -> Checkpoint:
@@ -178,12 +207,17 @@ def _open_gguf(file: Path) -> Checkpoint:
     return Checkpoint(model.file.parent, config, {}, model_config, tensors, gguf=model.file)
 
 
-def _open_directory(directory: Path) -> Checkpoint:
+def _open_directory(directory: Path, engine: EngineChoice) -> Checkpoint:
     if is_adapter(directory) and not (directory / "config.json").exists():
         raise CheckpointInvalid(adapter_as_model_message(directory))
-    config, model_config = read_model_config(directory)
+    config, model_config = read_model_config(directory, engine)
     method = quantization_method(config)
     found = _find_tensors(directory, _conversion(model_config, directory))
+    if method and isinstance(model_config, TransformersConfig):
+        raise CheckpointInvalid(
+            f"config.json: quantized weights of a {model_config.architecture} are not supported, which transformers computes here;"
+            " use the original weights."
+        )
     if method and model_config.kind == "encoder":
         raise CheckpointInvalid(
             "config.json: quantized weights are supported for decoders only; use the original weights."
@@ -195,40 +229,54 @@ def _open_directory(directory: Path) -> Checkpoint:
     if isinstance(model_config, ModelConfig) and model_config.tie_embeddings and has_own_head(found, model_config):
         log.warning("lm_head.weight differs from the embedding and is used, although config.json ties them")
         model_config = replace(model_config, tie_embeddings=False)
-    tensors = (
-        _encoder_tensors(model_config, found, directory)
-        if model_config.kind == "encoder"
-        else _decoder_tensors(model_config, found)
-    )
+    tensors: Mapping[str, TensorEntry] = found  # transformers checks their names and shapes itself
+    if isinstance(model_config, EncoderConfig):
+        tensors = _encoder_tensors(model_config, found, directory)
+    elif isinstance(model_config, ModelConfig):
+        tensors = _decoder_tensors(model_config, found)
     _check_tokenizer(directory)
     return Checkpoint(
         directory, config, read_optional(file_in(directory, "generation_config.json")), model_config, tensors
     )
 
 
-def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig | EncoderConfig]:
+def read_model_config(directory: Path, engine: EngineChoice = "auto") -> tuple[Mapping[str, Any], AnyConfig]:
     """Return config.json and the model that the directory describes. Raises `CheckpointInvalid` or `OSError`."""
     sentence_config = read_sentence_config(directory)
     config = read_object(file_in(directory, "config.json"))
     quantization_method(config)
-    values = AskedValues(config)
+    if engine == "transformers":
+        return config, TransformersConfig.from_hf(config)
     is_one = is_encoder(config, sentence_config) or names_encoder(config)
-    model_config = read_encoder(values, sentence_config) if is_one else ModelConfig.from_hf(values)
+    try:
+        return config, _native_config(AskedValues(config), sentence_config if is_one else None)
+    except NotNative as refusal:
+        if is_one or engine == "native":
+            raise
+        try:
+            return config, TransformersConfig.from_hf(config)
+        except CheckpointInvalid as reason:
+            raise CheckpointInvalid(f"{refusal.message} {reason.message}") from None
+
+
+def _native_config(values: AskedValues, sentence_config: SentenceConfig | None) -> ModelConfig | EncoderConfig:
+    """Return the configuration for a native engine. `sentence_config` None: a decoder's."""
+    config = ModelConfig.from_hf(values) if sentence_config is None else read_encoder(values, sentence_config)
     unknown = unknown_keys(values)
     if unknown:
         log.info("config.json: not known here and without effect: %s", join_names([name[:80] for name in unknown]))
-    return config, model_config
+    return config
 
 
 # ---- which files ----------------------------------------------------------------------------------------------------
 
 
-def _conversion(config: ModelConfig | EncoderConfig, directory: Path) -> str:
+def _conversion(config: AnyConfig, directory: Path) -> str:
     if (directory / MODULES).is_file():
-        library = "CrossEncoder" if config.kind == "encoder" and config.labels else "SentenceTransformer"
+        library = "CrossEncoder" if isinstance(config, EncoderConfig) and config.labels else "SentenceTransformer"
         return f"sentence_transformers.{library}(DIR).save_pretrained(NEW_DIR)"
     kind = "AutoModelForCausalLM"
-    if config.kind == "encoder":
+    if isinstance(config, EncoderConfig):
         kind = "AutoModelForSequenceClassification" if config.labels else "AutoModel"
     tokenizer = "then copy the tokenizer's files (tokenizer.json, tokenizer_config.json)"
     return f"transformers.{kind}.from_pretrained(DIR).save_pretrained(NEW_DIR), {tokenizer}"

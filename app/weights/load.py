@@ -19,7 +19,7 @@ from torch import Tensor
 from app.backends.base import BaseBackend
 from app.errors import CheckpointInvalid, PlanImpossible
 from app.hardware.plan.plan import ServingPlan
-from app.models.decoders.decoder import Decoder, Embedding, build_decoder_model
+from app.models.decoders.decoder import Decoder, Embedding, SinusoidalPositions, build_decoder_model
 from app.models.decoders.layers import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import narrow_products
 from app.models.encoders.encoder import DistanceBias, Encoder, build_encoder_model
@@ -297,6 +297,9 @@ class _ModelLoader:
         self._advance(entries)
 
     def _set_weight(self, module: Embedding) -> None:
+        if isinstance(module, SinusoidalPositions):
+            module.fill(self.choice.device)
+            return
         (entry,) = self.streams.entries((module.source,))
         module.set_weight(self.streams.resident(entry, self.choice.device))
         self._advance((entry,))

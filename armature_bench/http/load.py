@@ -16,7 +16,13 @@ from typing import Any, Protocol, TypeVar
 from armature_bench.console import AdvanceProgress, BenchOutcome, Figure, MeasurementFailed, progress
 from armature_bench.http.latency import inter_token_latency, shared_prefix
 from armature_bench.http.loops import LoadRun, RunLimits, ServerRuns
-from armature_bench.http.overhead import NUM_FAST_STREAMS, overhead_outside_model, streamed_token_cost
+from armature_bench.http.overhead import (
+    NUM_FAST_STREAMS,
+    NUM_SHORT_REQUESTS,
+    overhead_outside_model,
+    short_request_cost,
+    streamed_token_cost,
+)
 from armature_bench.http.process import resident_memory, time_to_first_token
 from armature_bench.http.server import BenchServer, running_server
 from armature_bench.http.tally import cpu_figure
@@ -283,7 +289,9 @@ def measure_server(job: ServerBenchJob) -> BenchOutcome:
         "start": job.rounds + 1,
         "memory": 1,
         "wait": 1 + len(LOAD_FRACTIONS) * job.rounds,
-        "overhead": job.rounds if job.tokenizer is None else 2 * job.rounds + len(NUM_FAST_STREAMS),
+        "overhead": job.rounds
+        if job.tokenizer is None
+        else 2 * job.rounds + len(NUM_FAST_STREAMS) + NUM_SHORT_REQUESTS,
     }
     units = special.get(job.bench, job.rounds)
     with progress(units, f"bench {job.bench}") as advance, event_loop() as runner:
@@ -301,6 +309,7 @@ async def _measured_figures(job: ServerBenchJob, advance: AdvanceProgress) -> Se
         figures = await SERVER_BENCHES[job.bench](server, job, advance)
     if job.bench == "overhead" and job.tokenizer is not None:
         figures = [*figures, *await streamed_token_cost(job.tokenizer, job.rounds, advance)]
+        figures += await short_request_cost(job.tokenizer, job.rounds, advance)
     return figures
 
 

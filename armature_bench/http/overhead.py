@@ -1,7 +1,7 @@
 """What HTTP, tokenization, scheduling and sampling cost.
 
-There are the share of wall time outside the model at a steady decode, and the event loop's time for a streamed token
-with a simulated engine (`simulated.py`).
+There are the share of wall time outside the model at a steady decode, and, with a simulated engine (`simulated.py`), the
+event loop's time for a streamed token and the server's time for a short request.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from armature_bench.console import AdvanceProgress, Figure, MeasurementFailed
 from armature_bench.http.client import ArmatureClient, concurrent_tasks
+from armature_bench.http.wire import HttpClient
 
 NUM_STREAMS = 8
 PROMPT_TOKENS = 64
@@ -29,9 +30,24 @@ TOKEN_TARGET = 15.0  # microseconds
 RATE_TARGET = 0.9  # of the engine's tokens per second
 ENGINE_RATE = 48_600.0  # tokens per second: what the engine makes of a 1B model on an H200 (docs/hardware.md)
 PACED_RATE = 6_000.0  # tokens per second, at which the event loop is never late
+NUM_CLIENTS = 8  # of short requests
+REQUEST_TARGET = 600.0  # microseconds
+UNPACED_RATE = 1e9
 PATIENCE_SECONDS = 60.0
 STOP_SECONDS = 10.0
 STREAM_TOKENS = 100_000  # of a request: no stream ends within a window
+_MESSAGES = [{"role": "user", "content": "Who wrote to the keeper of the lighthouse every Sunday?"}]
+_ANSWER = {"messages": _MESSAGES, "max_tokens": 8}
+ENCODER = "bert"  # the embedded demo
+# Short requests: what is said of them, their path and their body.
+GENERATE_REQUESTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+    ("chat, 8 tokens, whole", "/v1/chat/completions", _ANSWER),
+    ("chat, 8 tokens, streamed", "/v1/chat/completions", {**_ANSWER, "stream": True}),
+)
+ENCODE_REQUESTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+    ("embedding of a short text", "/v1/embeddings", {"input": _MESSAGES[0]["content"]}),
+)
+NUM_SHORT_REQUESTS = len(GENERATE_REQUESTS) + len(ENCODE_REQUESTS)
 MODEL_SECONDS = "armature_model_seconds_total"
 
 
@@ -213,4 +229,66 @@ async def streamed_token_cost(
                     parts={"cores": cores},
                 )
             )
+    return figures
+
+
+async def _request_window(
+    server: _SimulatedServer, path: str, body: Mapping[str, Any], rate: float, seconds: float
+) -> dict[str, float]:
+    """Return the differences of the server's counters, and the number of answers, in a window of repeated requests."""
+    client, num_answers, ends = HttpClient(f"http://127.0.0.1:{server.port}"), 0, False
+
+    async def repeat() -> None:
+        nonlocal num_answers
+        while not ends:
+            (await client.post(path, body)).raise_for_status(path)
+            num_answers += 1
+
+    try:
+        async with concurrent_tasks() as tasks:
+            for _ in range(NUM_CLIENTS):
+                tasks.create_task(repeat())
+            await server.counts(rate)
+            await asyncio.sleep(seconds / 4)
+            before, answered, began = await server.counts(rate), num_answers, time.perf_counter()
+            await asyncio.sleep(seconds)
+            after, answered, wall = await server.counts(rate), num_answers - answered, time.perf_counter() - began
+            ends = True
+    finally:
+        client.close()
+    return {"answered": answered, "seconds": wall, **{name: after[name] - before[name] for name in before}}
+
+
+async def short_request_cost(
+    checkpoint: Path, rounds: int, advance: AdvanceProgress, seconds: float = 2.0
+) -> list[Figure]:
+    """Measure the server's CPU time for a short request at a moderate rate, and the most requests per second.
+
+    The decoder has the template and tokenizer of `checkpoint`, and the encoder those of the embedded demo.
+    """
+    figures: list[Figure] = []
+    for served, requests in ((checkpoint, GENERATE_REQUESTS), (Path(ENCODER), ENCODE_REQUESTS)):
+        async with _running(served) as server:
+            for name, path, body in requests:
+                paced = [await _request_window(server, path, body, PACED_RATE, seconds / rounds) for _ in range(rounds)]
+                fastest = await _request_window(server, path, body, UNPACED_RATE, seconds)
+                advance(name)
+                microseconds = {
+                    thread: statistics.median(window[thread] / window["answered"] for window in paced) * 1e6
+                    for thread in ("process", "loop")
+                }
+                figures.append(
+                    Figure(
+                        f"server, {name} ×{NUM_CLIENTS}",
+                        microseconds["process"],
+                        "µs",
+                        target=REQUEST_TARGET,
+                        at_most=True,
+                        parts={
+                            "event loop": microseconds["loop"],
+                            "req/s": fastest["answered"] / fastest["seconds"],
+                            "cores": fastest["process"] / fastest["seconds"],
+                        },
+                    )
+                )
     return figures

@@ -58,13 +58,15 @@ class KvRows:
         scales = self.key_scales.narrow(0, first, num_tokens), self.value_scales.narrow(0, first, num_tokens)
         return (key * scales[0][..., None]).to(torch.bfloat16), (value * scales[1][..., None]).to(torch.bfloat16)
 
-    def first_heads(self, heads: int) -> KvRows:
-        """Return a view of the first heads of each row; 0: of all."""
-        if heads in (0, self.keys.shape[1]):
+    def heads_of(self, asked: QkvHeads) -> KvRows:
+        """Return a view of the rows as the heads that a layer writes, or reads if it writes none: the first elements."""
+        heads, size = asked.num_kv_heads or asked.read_heads or self.keys.shape[1], asked.head_dim
+        if self.keys.shape[1:] == (heads, size):
             return self
-        parts = (self.keys, self.values, self.key_scales, self.value_scales)
-        keys, values, *scales = (None if part is None else part[:, :heads] for part in parts)
-        assert keys is not None and values is not None, "only scales are optional"
+        keys, values = (
+            part.flatten(1)[:, : heads * size].view(len(part), heads, size) for part in (self.keys, self.values)
+        )
+        scales = (None if part is None else part[:, :heads] for part in (self.key_scales, self.value_scales))
         return KvRows(keys, values, self.token_bytes, *scales)
 
     def addresses(self) -> KvAddresses:
@@ -120,7 +122,7 @@ class QkvHeads:
     Queries and keys have a norm each and RoPE angles, if the model has them. The norm is an RMSNorm, or a LayerNorm if it
     `subtracts_mean`. Its weights fp32 are [head_dim], or [heads * head_dim]. `together`: the statistics are those of all
     heads of a token instead of each one's. `value_norm` [head_dim]: values have an RMSNorm of single heads. `num_kv_heads` 0:
-    there are queries alone, which attend to the keys and values that an earlier layer wrote.
+    there are queries alone, which attend to the keys and values of `read_heads` heads that an earlier layer wrote.
     """
 
     product: Tensor
@@ -135,6 +137,7 @@ class QkvHeads:
     together: bool = False
     norm_after_rope: bool = False
     value_norm: Tensor | None = None
+    read_heads: int = 0
 
     @property
     def has_plain_norm(self) -> bool:
@@ -155,7 +158,7 @@ class QkvHeads:
         return query, key, value
 
 
-_MAX_HEAD_DIM, _MAX_QUERIES_PER_KV_HEAD = 256, 32  # csrc/attention.h
+_MAX_HEAD_DIM, _MAX_QUERIES_PER_KV_HEAD = 512, 32  # csrc/attention.h
 # `is_decode` in csrc/attention.h: with fewer rows, a KV head's queries read the context without repacking.
 _PROMPT_ROWS = 32
 _NO_SEGMENT = (0, 0, 0)
@@ -201,7 +204,8 @@ class AttentionStep:
         self.rows: Sequence[AttentionSequence] = ()
         self._buffer = Int64Buffer(_HEADER_FIELDS + num_sequences * _SEQUENCE_FIELDS)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._heads: AttentionArguments | None = None  # numbers of heads, known after the first attention layer
+        # Layers by their numbers of heads, known after the first step.
+        self._heads: dict[tuple[int, int, int, bool], AttentionArguments] = {}
 
     @property
     def address(self) -> int:
@@ -219,8 +223,8 @@ class AttentionStep:
             if len(row.runs) == 1:
                 fields += _NO_SEGMENT
         self._buffer.fill(fields)
-        if self._heads is not None:
-            self._reserve(self._heads)
+        for asked in self._heads.values():
+            self._reserve(asked)
 
     @property
     def is_replayable(self) -> bool:
@@ -229,15 +233,14 @@ class AttentionStep:
         This requires that the native kernel computed attention and that the buffer stays at the same address.
         """
         # The first step allocates the scratch memory.
-        return self._heads is not None and self._buffer.stays
+        return bool(self._heads) and self._buffer.stays
 
     def set_heads(self, heads: int, kv_heads: int, head_dim: int, wide: bool) -> None:
         """Set the numbers of heads, which are fp32 if `wide`; scratch memory is allocated now and for later steps."""
-        asked = self._heads
         sizes = (heads, kv_heads, head_dim, wide)
-        if asked is None or (asked.heads, asked.kv_heads, asked.head_dim, asked.wide) != sizes:
-            self._heads = AttentionArguments(heads=heads, kv_heads=kv_heads, head_dim=head_dim, wide=wide)
-            self._reserve(self._heads)
+        if sizes not in self._heads:
+            self._heads[sizes] = AttentionArguments(heads=heads, kv_heads=kv_heads, head_dim=head_dim, wide=wide)
+            self._reserve(self._heads[sizes])
 
     def _reserve(self, asked: AttentionArguments) -> None:
         library = native_library().library
@@ -325,4 +328,4 @@ def head_addresses(heads: int, *vectors: Tensor | None) -> tuple[int | None, ...
     return tuple(None if vector is None else vector.data_ptr() for vector in vectors)
 
 
-_MAX_HEAD_DIM = 256  # csrc/turn.h
+_MAX_HEAD_DIM = 512  # csrc/turn.h

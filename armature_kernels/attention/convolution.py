@@ -22,7 +22,7 @@ from armature_kernels.native.arguments import ConvolveArguments, ConvolvedRowsAr
 from armature_kernels.native.memory import empty
 from armature_kernels.native.operations import has_kernel, run_operation
 
-_MAX_HEAD_DIM = 256  # csrc/turn.h
+_MAX_HEAD_DIM = 512  # csrc/turn.h
 
 
 def convolved_rows(x: Tensor) -> Tensor:

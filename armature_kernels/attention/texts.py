@@ -23,7 +23,7 @@ from armature_kernels.native.arguments import OpCode, TextAttentionArguments
 from armature_kernels.native.memory import Int64Buffer, empty
 from armature_kernels.native.operations import has_kernel, run_operation
 
-_MAX_HEAD_DIM, _MAX_QUERIES_PER_KV_HEAD = 256, 64  # csrc/texts.h
+_MAX_HEAD_DIM, _MAX_QUERIES_PER_KV_HEAD = 512, 64  # csrc/texts.h
 _UNBOUNDED = 2**40  # more than any text has
 
 

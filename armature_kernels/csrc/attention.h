@@ -10,7 +10,7 @@
 
 #include "level.h"
 
-#define MAX_HEAD_DIM 256
+#define MAX_HEAD_DIM 512
 #define MAX_GROUP 32     /* query heads that share one KV head */
 #define DECODE_SPLIT 256 /* positions of a part */
 #define PANEL_BLOCK 128  /* positions packed into panels at a time */

@@ -15,7 +15,7 @@
 typedef struct {
     text_task text;
     texts_arguments queries, cached;
-    float rows[TEXT_PANELS + 2 * LANES] __attribute__((aligned(64)));
+    float rows[TEXT_ROOM + 2 * LANES] __attribute__((aligned(64)));
 } prompt_task;
 
 /* The most queries of a task: as many as its sums have room for, and fewer if threads would have no work. */

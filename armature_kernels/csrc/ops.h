@@ -96,7 +96,7 @@ typedef struct {
 
 /* out = hidden / rms(hidden) * weight, hidden [rows, size] fp32 (row stride in elements), weight [size] fp32. If
  * `branch` [rows, size] is given, bf16 or, if `wide`, fp32, its norm is added to hidden instead, and `out` is not used:
- * hidden += branch / rms(branch) * weight. Without `hidden`, out is the norm of `branch`, whose rows have the stride. */
+ * hidden = (hidden + branch / rms(branch) * weight) * factor. Without `hidden`, out is the norm of `branch`, whose rows have the stride. */
 typedef struct {
     float *hidden;
     const void *branch;
@@ -104,6 +104,7 @@ typedef struct {
     int64_t stride, rows, size, wide;
     double eps;
     sink out;
+    double factor;
 } norm_arguments;
 
 /* out = (hidden - mean) / sqrt(variance + eps) * weight (+ bias), hidden [rows, size] fp32 (row stride in elements),
@@ -327,8 +328,8 @@ enum { GROUPS_ALL, GROUPS_BY_BEST, GROUPS_BY_TWO };
 #define MOST_EXPERTS 1024
 
 /* Each row's `k` experts with the best scores, best first, and the lower id first among equals: ids [rows, k], and their
- * weights [rows, k]: scores, divided by their sum plus `epsilon` if `renormalise`, times `scale`. logits [rows, experts]
- * fp32 (row stride in elements). `bias` [experts], if given, is added to the scores for the selection only. With
+ * weights [rows, k]: scores, divided by their sum plus `epsilon` if `renormalise`, times `scale` and, if given, the
+ * expert's of `factors` [experts]. logits [rows, experts] fp32 (row stride in elements). `bias` [experts], if given, is added to the scores for the selection only. With
  * `groups` > 1 experts are selected from the `best_groups` of these groups, which are rated as `rating` says. A row with
  * a NaN has weights that are NaN. At most MOST_EXPERTS experts. SCORE_SPARSEMIXER: the weight of an expert is its softmax
  * over those that are not yet taken and whose logit x is near: (best - x) / max(|x|, best) <= 2 jitter, times `scale`. */
@@ -338,6 +339,7 @@ typedef struct {
     float *weights;
     int64_t stride, rows, experts, k, scoring, renormalise, groups, best_groups, rating;
     double scale, epsilon, jitter;
+    const float *factors; /* not with SCORE_SPARSEMIXER */
 } route_arguments;
 
 /* One product of all experts: their packed weights [outputs, inputs] and, if given, biases [outputs] fp32. `form` 4 or 8:

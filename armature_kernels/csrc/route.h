@@ -87,7 +87,10 @@ static void route_row(const route_arguments *a, int64_t row) {
         total += scores[id];
     }
     const float factor = (float)a->scale, divisor = a->renormalise ? total + (float)a->epsilon : 1.0f;
-    for (int64_t j = 0; j < a->k; j++) a->weights[row * a->k + j] = a->weights[row * a->k + j] / divisor * factor;
+    for (int64_t j = 0; j < a->k; j++) {
+        const int64_t at = row * a->k + j;
+        a->weights[at] = a->weights[at] / divisor * factor * (a->factors ? a->factors[a->ids[at]] : 1.0f);
+    }
 }
 
 static void route(const void *arguments) {

@@ -41,7 +41,7 @@ static void add_norms(const norm_arguments *a) {
         for (int64_t i = 0; i < a->size; i += LANES) {
             const int64_t left = a->size - i;
             const vf normed = row_load_part(a->wide, x, i, left) * scale * vf_load_part(a->weight + i, left);
-            vf_store_part(hidden + i, vf_load_part(hidden + i, left) + normed, left);
+            vf_store_part(hidden + i, (vf_load_part(hidden + i, left) + normed) * (float)a->factor, left);
         }
     }
 }

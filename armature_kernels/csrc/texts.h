@@ -11,17 +11,19 @@
 #include "tile_units.h"
 
 #define TEXT_BLOCK 256    /* maximum positions whose keys and values are in panels together */
-#define TEXT_PANELS 16384 /* elements of keys, and of values, in panels together: they stay in L2 */
+#define TEXT_PANELS 16384 /* elements of keys, and of values, in panels together, so that they stay in L2, but for large heads */
 #define TEXT_SUMS 32768   /* floats of weighted values per task: queries times padded head */
-#define TEXT_HEAD 256     /* maximum elements of a head */
+#define TEXT_HEAD 512     /* maximum elements of a head */
+#define LEAST_BLOCK 64    /* positions in panels together, whatever the head */
+#define TEXT_ROOM (LEAST_BLOCK * TEXT_HEAD)
 #define TEXT_ROW (TEXT_BLOCK + 16) /* scores of a row; rows at a distance of a power of two would share the same sets of L1 */
 
 /* A task: rows are (query, query head) of one text and one KV head. */
 typedef struct {
     const texts_arguments *a;
     int64_t begin, end, kv_head, first_query, rows; /* the text's tokens are [begin, end) */
-    uint32_t keys[TEXT_PANELS] __attribute__((aligned(64)));
-    uint32_t values[TEXT_PANELS] __attribute__((aligned(64)));
+    uint32_t keys[TEXT_ROOM] __attribute__((aligned(64)));
+    uint32_t values[TEXT_ROOM] __attribute__((aligned(64)));
     uint32_t queries[TEXT_SUMS] __attribute__((aligned(64))); /* tile after tile, for each unit all rows; UNIT_TILES: row after row */
     float scores[MOST_UNIT_ROWS * TEXT_ROW] __attribute__((aligned(64))); /* a tile's scores, then its weights, row after row */
     float maximum[TEXT_SUMS / 2 / LANES], total[TEXT_SUMS / 2 / LANES];
@@ -41,8 +43,8 @@ static int64_t text_queries(const texts_arguments *a) {
 
 /* Positions of a block: a multiple of PANEL_UNITS. */
 INLINE int64_t text_block(const texts_arguments *a) {
-    const int64_t fit = TEXT_PANELS / padded_head(a) / 64 * 64;
-    return fit < TEXT_BLOCK ? fit : TEXT_BLOCK;
+    const int64_t fit = TEXT_PANELS / padded_head(a) / LEAST_BLOCK * LEAST_BLOCK;
+    return fit < LEAST_BLOCK ? LEAST_BLOCK : fit < TEXT_BLOCK ? fit : TEXT_BLOCK;
 }
 
 INLINE int64_t units_of(int kind, int64_t elements) { return kind == UNIT_FP32 ? elements : elements / 2; }

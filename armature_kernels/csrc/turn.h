@@ -6,7 +6,7 @@
 #include "level.h"
 #include "simd.h"
 
-#define MOST_HEAD 256 /* elements of a head */
+#define MOST_HEAD 512 /* elements of a head */
 
 INLINE void subtract_mean(float *x, ptrdiff_t size) {
     vf sum = vf_all(0);

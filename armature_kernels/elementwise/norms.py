@@ -64,32 +64,33 @@ def rms_norm_torch(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtyp
     return F.rms_norm(hidden.float(), weight.shape, weight, eps).to(dtype)
 
 
-def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
-    """Add branch / rms(branch) * weight to hidden [tokens, size] fp32 in place; branch [tokens, size]."""
+def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> None:
+    """Set hidden [tokens, size] fp32 to (hidden + branch / rms(branch) * weight) * factor; branch [tokens, size]."""
     if branch.dtype not in ROW_DTYPES or not branch.is_contiguous() or not _supports_norm(hidden):
-        _add_rms_norm_elsewhere(hidden, branch, weight, eps)
+        _add_rms_norm_elsewhere(hidden, branch, weight, eps, factor)
         return
     rows, size = hidden.shape
     sizes = (hidden.stride(0), rows, size, branch.dtype == torch.float32)
     run_operation(
-        NormArguments(hidden.data_ptr(), branch.data_ptr(), weight.data_ptr(), *sizes, eps, RowSink()),
+        NormArguments(hidden.data_ptr(), branch.data_ptr(), weight.data_ptr(), *sizes, eps, RowSink(), factor),
         rows * size,
     )
 
 
-def _add_rms_norm_elsewhere(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
+def _add_rms_norm_elsewhere(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float, factor: float) -> None:
     if triton_usable(hidden):
         from armature_kernels.triton import elementwise
 
         if elementwise.supports_row_norm(hidden) and elementwise.supports_row_norm(branch):
-            elementwise.add_rms_norm(hidden, branch, weight, eps)
+            elementwise.add_rms_norm(hidden, branch, weight, eps, factor)
             return
-    add_rms_norm_torch(hidden, branch, weight, eps)
+    add_rms_norm_torch(hidden, branch, weight, eps, factor)
 
 
-def add_rms_norm_torch(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
-    """Add the RMSNorm of branch to hidden by torch."""
+def add_rms_norm_torch(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> None:
+    """Add the RMSNorm of branch to hidden, and multiply by the factor, by torch."""
     hidden += rms_norm_torch(branch, weight, eps, torch.float32)
+    hidden *= factor
 
 
 def _supports_norm(hidden: Tensor, dtypes: Collection[torch.dtype] = (torch.float32,)) -> bool:

@@ -16,7 +16,7 @@ from armature_kernels.native.memory import empty
 from armature_kernels.native.operations import has_kernel, run_operation
 from armature_kernels.triton.support import triton_usable
 
-_MAX_HEAD_DIM = 256  # csrc/turn.h
+_MAX_HEAD_DIM = 512  # csrc/turn.h
 
 
 def rope_angles(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> RopeAngles:

@@ -19,7 +19,9 @@ _SCORING: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 _RATINGS: Mapping[GroupRating, int] = {"best": 1, "two best": 2}
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return each row's experts, best first: ids int64 [tokens, top_k], and weights fp32 [tokens, top_k].
 
     The lower id comes first among equals.
@@ -28,22 +30,30 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         logits: The router's logits, fp32 [tokens, at least num_experts].
         routing: The rule.
         bias: Added to the scores for the selection only, fp32 [num_experts].
+        factors: Multiplied with the weights of each expert, fp32 [num_experts]; not with sparsemixer.
     """
     if logits.device.type != "cpu" or logits.stride(1) != 1 or not has_kernel(OpCode.ROUTE):
-        return route_torch(logits, routing, bias)
+        return route_torch(logits, routing, bias, factors)
     rows, k = logits.shape[0], routing.top_k
     ids, weights = empty((rows, k), torch.int64), empty((rows, k), torch.float32)
     addresses = (logits.data_ptr(), None if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
     groups = (routing.num_groups, routing.top_groups, _RATINGS[routing.group_rating] if routing.num_groups > 1 else 0)
     sizes = (logits.stride(0), rows, routing.num_experts, k, _SCORING[routing.scoring], routing.renormalize, *groups)
     run_operation(
-        RouteArguments(*addresses, *sizes, routing.scale, routing.epsilon, routing.jitter),
+        RouteArguments(
+            *addresses,
+            *sizes,
+            *(routing.scale, routing.epsilon, routing.jitter),
+            None if factors is None else factors.data_ptr(),
+        ),
         64 * rows * routing.num_experts,
     )
     return ids, weights
 
 
-def route_torch(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route_torch(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return each row's experts and weights by torch."""
     logits = logits[:, : routing.num_experts].float()
     if routing.scoring == "sparsemixer":
@@ -61,7 +71,8 @@ def route_torch(logits: Tensor, routing: Routing, bias: Tensor | None = None) ->
     weights = scores.gather(1, ids)
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
-    return ids, weights * routing.scale
+    weights = weights * routing.scale
+    return ids, weights if factors is None else weights * factors[ids]
 
 
 def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:

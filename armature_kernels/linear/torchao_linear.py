@@ -175,7 +175,7 @@ def check_runs(quantization: str, device: torch.device | None, dtype: torch.dtyp
 
 
 def torchao_module(name: str) -> ModuleType:
-    """Import a module of torchao, without the messages about extensions that are not used."""
+    """Import a module of torchao, or one that imports it, without the messages about extensions that are not used."""
     with _without_messages("torchao", "torch.utils._pytree"):
         return importlib.import_module(name)
 

@@ -89,6 +89,7 @@ class NormArguments(Arguments):
         *((name, _INT) for name in ("stride", "rows", "size", "wide")),
         ("eps", _FLOAT),
         ("out", RowSink),
+        ("factor", _FLOAT),
     )
 
 
@@ -359,6 +360,7 @@ class RouteArguments(Arguments):
         *((name, _INT) for name in ("stride", "rows", "experts", "k", "scoring", "renormalise", "groups")),
         *((name, _INT) for name in ("best_groups", "rating")),
         *((name, _FLOAT) for name in ("scale", "epsilon", "jitter")),
+        ("factors", _ADDRESS),
     )
 
 

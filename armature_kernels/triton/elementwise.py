@@ -67,13 +67,13 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> 
     return out
 
 
-def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
-    """Add the RMSNorm of branch [tokens, size] to hidden [tokens, size] fp32 in place."""
+def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> None:
+    """Add the RMSNorm of branch [tokens, size] to hidden [tokens, size] fp32 in place, and multiply by the factor."""
     rows, size = hidden.shape
     if rows:
         block = triton.next_power_of_2(size)
         strides = (hidden.stride(0), branch.stride(0))
-        _add_rms_norm[(rows,)](hidden, branch, weight, *strides, eps, size, block, num_warps=num_warps(block))
+        _add_rms_norm[(rows,)](hidden, branch, weight, *strides, eps, factor, size, block, num_warps=num_warps(block))
 
 
 def layer_norm(
@@ -111,7 +111,7 @@ def _rms_norm(hidden, weight, out, stride, eps, size: tl.constexpr, block: tl.co
 
 
 @triton.jit
-def _add_rms_norm(hidden, branch, weight, stride, branch_stride, eps, size: tl.constexpr, block: tl.constexpr):
+def _add_rms_norm(hidden, branch, weight, stride, branch_stride, eps, factor, size: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < size
@@ -119,7 +119,7 @@ def _add_rms_norm(hidden, branch, weight, stride, branch_stride, eps, size: tl.c
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     normed = x * scale * tl.load(weight + at, mask=inside, other=0.0)
     before = tl.load(hidden + row * stride + at, mask=inside, other=0.0)
-    tl.store(hidden + row * stride + at, before + normed, mask=inside)
+    tl.store(hidden + row * stride + at, (before + normed) * factor, mask=inside)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy
 
+from app.api.middleware import DEPARTURE, Departure
 from app.errors import NotReady
 from app.messages import Timings
 from app.metrics.load_progress import LoadProgress
@@ -191,7 +192,7 @@ class Conversation:
             self._incoming.put_nowait({"type": "http.request", "body": chunk, "more_body": number < len(chunks) - 1})
         self.sent: list[dict[str, Any]] = []
         self.received = self.received_before_answer = 0
-        self._reads = reads
+        self._reads, self._departure = reads, Departure()
         self._told = asyncio.Condition()
         given = {"host": "armature", "content-type": "application/json", **(headers or {})}
         scope = {
@@ -205,6 +206,7 @@ class Conversation:
             "scheme": "http",
             "query_string": b"",
             "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+            "extensions": {DEPARTURE: self._departure},
         }
         self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
 
@@ -229,6 +231,7 @@ class Conversation:
 
     def release(self) -> None:
         self._incoming.put_nowait({"type": "http.disconnect"})
+        self._departure.leave()
 
     async def over(self) -> None:
         """Not `wait_for`: its cancelling would end what should have ended by itself."""

@@ -135,10 +135,6 @@ async def test_a_body_that_is_too_slow_ends_with_408(app: Any, monkeypatch: pyte
 
 
 def gate_of(app: Any) -> RequestGate:
-    """The gate in front of the application, whose stack of middleware is built by its first request."""
-    if app.middleware_stack is None:
-        app.middleware_stack = app.build_middleware_stack()
-    layer = app.middleware_stack
-    while not isinstance(layer, RequestGate):
-        layer = layer.app
-    return layer
+    gate = app._serve
+    assert isinstance(gate, RequestGate)
+    return gate

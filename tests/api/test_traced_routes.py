@@ -19,8 +19,8 @@ from tests.api.scripted_service import Conversation, CountingMetrics, Lifetime, 
 
 # Operations that read or change something else than a model's answer.
 UNTRACED = set(
-    "apply_template control count_input_tokens count_tokens decode detokenize embed_sparse index load_adapter pull show "
-    "tokenize unload_adapter".split()
+    "apply_template control count_input_tokens count_tokens decode detokenize embed_sparse index load_adapter load_model "
+    "pull show tokenize unload_adapter unload_model".split()
 )
 PROMPT = {"prompt": "a"}
 

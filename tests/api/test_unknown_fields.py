@@ -87,7 +87,7 @@ UNKNOWN: Json = {
     "with space": True,
     "line\nbreak": [1, [2, {"deep": None}]],
     "escape\x1b[31m": {},
-    "keep_alive": "5m",
+    "ttl": "5m",
     "user": "u",
     "provider": {"order": ["a"]},
     "x-header": [],
@@ -142,8 +142,8 @@ def body_models() -> dict[str, type[Body]]:
 def test_every_route_is_tried() -> None:
     tried = {path.replace("/demo/", "/{name}/").replace("/tiny/", "/{name}/") for path in (*GENERATING, *ENCODING)}
     tried |= {path.removeprefix("/v1") for path in tried}
-    # These change which adapters are loaded, or are refused whatever they have.
-    left = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/embed_sparse"}
+    # These change which adapters or models are loaded, or are refused whatever they have.
+    left = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/embed_sparse", "/models/load", "/models/unload"}
     routes = {path.replace("/versions/{version}", "") for path in body_models()}
     missing = {path for path in routes - tried - left if not path.startswith("/v2/repository/models/")}
     assert not missing

@@ -12,7 +12,20 @@ CLAIM, PER_POD, GATEWAY, IMAGE, HUB, S3 = (
     f"../tests/deploy/overlays/{name}" for name in ("claim", "per-pod", "gateway", "image", "hub", "s3")
 )
 DEMO = "overlays/demo"
-SERVICES = ("base", DEMO, "overlays/mixed", "overlays/numa", "overlays/cuda", CLAIM, PER_POD, GATEWAY, IMAGE, HUB, S3)
+SERVICES = (
+    "base",
+    DEMO,
+    "overlays/mixed",
+    "overlays/numa",
+    "overlays/cuda",
+    "overlays/several",
+    CLAIM,
+    PER_POD,
+    GATEWAY,
+    IMAGE,
+    HUB,
+    S3,
+)
 FETCHING = (HUB, S3)  # their pods reach a hub or a store
 # Custom resources, which Kubernetes' own schemas know nothing of: they are held to theirs where they are tested.
 _CUSTOM = ("monitoring.coreos.com/", "gateway.networking.k8s.io/", "inference.networking.k8s.io/", "keda.sh/")

@@ -40,6 +40,7 @@ NAMES = {
     "overlays/mixed": ["armature-amd64", "armature-arm64"],
     "overlays/numa": ["armature-numa-0", "armature-numa-1"],
     "overlays/cuda": ["armature"],
+    "overlays/several": ["armature"],
     CLAIM: ["armature-amd64", "armature-arm64"],
     PER_POD: ["armature-numa-0", "armature-numa-1"],
     GATEWAY: ["armature"],

@@ -72,6 +72,16 @@ async def test_a_streamed_token_is_measured_with_a_simulated_engine() -> None:
     assert all(figure.parts["cores"] > 0 for figure in figures[1:])
 
 
+async def test_a_short_request_is_measured_with_a_simulated_engine() -> None:
+    told: list[str] = []
+    figures = await overhead.short_request_cost(DEMO_DIRECTORY, rounds=1, advance=told.append, seconds=0.2)
+    assert len(told) == len(figures) == overhead.NUM_SHORT_REQUESTS
+    for figure in figures:
+        # The event loop is a part of the process, and an answer takes less than the window.
+        assert 0 < figure.parts["event loop"] < figure.value
+        assert figure.parts["req/s"] > 5
+
+
 async def test_a_prompt_that_does_not_fit_is_reported_in_the_servers_words() -> None:
     async with running_server(None, FLAGS) as server:
         with pytest.raises(MeasurementFailed, match="context"):

@@ -1,4 +1,4 @@
-"""Tokens that are written to their client at once have the bytes that the reader of the stream would write."""
+"""Tokens that pass the reader of a stream have the bytes that it would write, in a stream and in a whole answer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from app.api.http_protocol import BoundedProtocol
+from app.api.streaming import CollectedCompletion
 from app.messages import Event
 from app.service.engine_client import EngineClient
 from tests.live.live_server import LiveServer, live
@@ -31,6 +32,16 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama.cpp": ("/completion", {"prompt": "Once"}),
     "oip": ("/v2/models/tiny/generate_stream", {"text_input": "Once"}),
 }
+WHOLE = (
+    "completions",
+    "completions with an echo",
+    "chat",
+    "responses",
+    "messages",
+    "ollama chat",
+    "native",
+    "llama.cpp",
+)
 # Streams whose events have more than the text of a plain token.
 GENERAL: dict[str, tuple[str, dict[str, Any]]] = {
     "continuous usage": (
@@ -66,18 +77,18 @@ def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineClient, "on_events", deliver)
 
 
-def limits(path: str) -> dict[str, Any]:
+def limits(path: str, streams: bool = True) -> dict[str, Any]:
     if path.startswith("/api/"):
-        return {"options": {"num_predict": NUM_TOKENS, "temperature": 0}, "stream": True}
+        return {"options": {"num_predict": NUM_TOKENS, "temperature": 0}, "stream": streams}
     if path.startswith("/v2/"):
         return {"parameters": {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}}
     name = {"/completion": "n_predict", "/v1/responses": "max_output_tokens"}.get(path, "max_tokens")
-    return {name: NUM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    return {name: NUM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": streams}
 
 
-def streamed(server: LiveServer, path: str, body: dict[str, Any]) -> str:
-    """The stream without ids and times, which differ between two requests."""
-    response = server.client.post(path, json={"model": "tiny", **limits(path), **body})
+def streamed(server: LiveServer, path: str, body: dict[str, Any], streams: bool = True) -> str:
+    """The response without ids and times, which differ between two requests."""
+    response = server.client.post(path, json={"model": "tiny", **limits(path, streams), **body})
     assert response.status_code == 200, response.text
     text = re.sub(r"[0-9a-f]{32}", "ID", response.content.decode())
     text = re.sub(r'"(created|created_at)":("[^"]*"|\d+)', r'"\1":0', text)
@@ -101,3 +112,22 @@ def test_both_ways_write_the_same(steady: LiveServer, monkeypatch: pytest.Monkey
     assert any(written) == (name in BODIES)
     monkeypatch.setattr(BoundedProtocol, "_write_directly", lambda self, cycle, data: False)
     assert streamed(steady, path, body) == direct
+
+
+@pytest.mark.usefixtures("_unhurried")
+@pytest.mark.parametrize("name", [*WHOLE, *list(GENERAL)[1:]])
+def test_a_whole_answer_is_the_same_both_ways(steady: LiveServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path, body = (BODIES | GENERAL)[name]
+    streamed(steady, path, body, streams=False)
+    added: list[Any] = []
+    add = CollectedCompletion.add_directly
+
+    def watched(self: CollectedCompletion, delta: Any) -> bool:
+        added.append(delta)
+        return add(self, delta)
+
+    monkeypatch.setattr(CollectedCompletion, "add_directly", watched)
+    direct = streamed(steady, path, body, streams=False)
+    assert any(added) == (name in WHOLE or name == "token ids")
+    monkeypatch.setattr(CollectedCompletion, "add_directly", lambda self, delta: False)
+    assert streamed(steady, path, body, streams=False) == direct

@@ -138,7 +138,7 @@ def test_the_page_of_a_load_is_drawn_too(load_page: Path) -> None:
     assert (dark.paper, dark.line, dark.over) == ("rgb(20, 23, 27)", "rgb(91, 180, 240)", 0)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", ["page", "load_page"])
 def test_the_pages_are_accessible(name: str, scheme: Literal["light", "dark"], request: pytest.FixtureRequest) -> None:
     program = (node_package("axe-core") / "axe.min.js").read_text(encoding="utf-8")

@@ -170,7 +170,9 @@ Told = dict[str, list[int]]
 def told(model: Decoder, slots: AdapterSlots | None, requests: list[tuple[str, int | None, int]]) -> Told:
     """The greedy tokens of requests (name, slot, length of the prompt) that join one after the other."""
     config = model.config
-    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), torch.float32)
+    cache = KvCache(
+        KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.float32
+    )
     replay = DecoderReplay(model, record_after=0)
     runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.float32), Sampler(config.vocab_size), adapters=slots)
     scheduler = Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24))

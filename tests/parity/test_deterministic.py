@@ -81,7 +81,7 @@ def served(
 
     Where memory is short all come at once."""
     config: Any = model.config
-    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), kv)
+    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), kv)
     few = max_decode_queries(config.num_heads, config.num_kv_heads) if fixed else None
     replay = DecoderReplay(cast(Decoder, model), disabled_reason="" if seed % 2 == 0 else "for this test")
     backend = CpuBackend(torch.float32 if kv == torch.float32 else torch.bfloat16)

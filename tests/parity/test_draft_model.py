@@ -47,7 +47,9 @@ def drafting(
 ) -> MakeSpeculation:
     def make() -> Speculation:
         config: Any = model.config
-        cache = KvCache(KvShape(config.num_layers, 5, MAX_LEN, config.cache_heads, config.head_dim), torch.float32)
+        cache = KvCache(
+            KvShape(config.num_layers, 5, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.float32
+        )
         runner = CpuDecoderRunner(
             DecoderReplay(cast(Decoder, model)), cache, CpuBackend(torch.float32), Sampler(config.vocab_size)
         )

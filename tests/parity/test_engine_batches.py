@@ -180,7 +180,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "LlamaForCausalLM", seed=5, dtype=torch.bfloat16)
     exact, rough = Bench(directory), load(directory, "bfloat16", MAX_LEN)
     config = rough.config
-    cache = KvCache(KvShape(config.num_layers, 8, MAX_LEN, config.cache_heads, config.head_dim), torch.bfloat16)
+    cache = KvCache(KvShape(config.num_layers, 8, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.bfloat16)
     kept = KeepLogits()
     runner = CpuDecoderRunner(rough, cache, CpuBackend(torch.bfloat16), kept)  # type: ignore[arg-type]
     runner.run(Batch(tuple(part(prompt, 0, len(prompt), slot) for slot, prompt in enumerate(exact.prompts))))

@@ -49,7 +49,9 @@ ON_DEVICE = [one for one in REQUESTS if one.request_id in ("greedy", "seeded")]
 def said_by_a_processor(model: Any, request: Generate) -> Said:
     """In an engine of its own, its prompt computed whole."""
     config = model.config
-    cache = KvCache(KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), torch.float32)
+    cache = KvCache(
+        KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.float32
+    )
     runner = CpuDecoderRunner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
     limits = EngineLimits(MAX_LEN, SLOTS // 2, MAX_LEN)
     engine = DecoderEngine(Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(MAX_LEN), limits, {EOS}), runner)

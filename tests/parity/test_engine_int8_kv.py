@@ -50,7 +50,7 @@ class Bench:
 
     def __init__(self, model: Any, dtype: torch.dtype, fixed: bool = False) -> None:
         config = model.config
-        self.cache = KvCache(KvShape(config.num_layers, 6, MAX_LEN, config.cache_heads, config.head_dim), dtype)
+        self.cache = KvCache(KvShape(config.num_layers, 6, MAX_LEN, config.cache_heads, config.cache_head_dim), dtype)
         self.calibration_file = KeepLogits()
         few = max_decode_queries(config.num_heads, config.num_kv_heads) if fixed else None
         self.runner = CpuDecoderRunner(model, self.cache, CpuBackend(torch.bfloat16), self.calibration_file, few)  # type: ignore[arg-type]

@@ -189,7 +189,9 @@ def test_a_model_that_does_something_else_stays_eager_and_says_what(tmp_path: Pa
 def test_steps_of_a_new_shape_are_first_until_they_are_run_again(tmp_path: Path) -> None:
     model: Any = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN)
     config, replay = model.config, DecoderReplay(model)
-    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), torch.bfloat16)
+    cache = KvCache(
+        KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.bfloat16
+    )
     runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
     scheduler = Scheduler(
         KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24), {1}

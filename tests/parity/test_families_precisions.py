@@ -39,8 +39,16 @@ FEATURES = {
     "GptOssForCausalLM": "sinks, experts with biases and clamped gates",
     "phimoe-all-experts": "experts by sparsemixer, of which another one would change much, LayerNorm, biases",
     "Ernie4_5_MoeForCausalLM": "experts with a bias of their selection, interleaved rotation",
+    "GraniteMoeSharedForCausalLM": "a fused shared expert",
+    "Cohere2MoeForCausalLM": "experts beside attention, a shared expert that counts half",
+    "FlexOlmoForCausalLM": "experts before a norm",
+    "CodeGenForCausalLM": "fused rows by quarters",
+    "NanoChatForCausalLM": "norms without weights, of embeddings and heads too, rotated backwards",
+    "XGLMForCausalLM": "computed positions",
     "BloomForCausalLM": "ALiBi, a norm of embeddings",
     "Gemma3nForCausalLM": "several hidden states, lowered gates, inputs for each layer, keys that layers share",
+    "Gemma4ForCausalLM": "larger heads in some layers, keys that layers share, inputs for each layer, factors of layers",
+    "gemma4-moe": "experts beside an MLP with norms of their own, keys that are values",
     "MptForCausalLM": "ALiBi, LayerNorm without biases",
 }
 CASES = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANTS)
@@ -51,6 +59,7 @@ FAST = {
     ("Lfm2ForCausalLM", "bfloat16"),
     ("GptOssForCausalLM", "bfloat16"),
     ("Gemma3nForCausalLM", "int4"),
+    ("gemma4-moe", "bfloat16"),
 }
 CLOSENESS = {"float32": 0.99999, "bfloat16": 0.999, "int8": 0.99, "int4": 0.75}  # cosine of logits with FP32's
 

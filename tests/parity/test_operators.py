@@ -73,7 +73,7 @@ def test_a_decoders_operators_are_there(kind: str, architecture: str, tmp_path: 
 def decode(model: Any, config: Any, backend: DeviceBackend) -> None:
     """A step of decodes, and one with prompts of which some was read before."""
     cache = PagedKvCache(
-        KvShape(config.num_layers, 4, MAX_LEN, config.cache_heads, config.head_dim), torch.float32, 9, CUDA
+        KvShape(config.num_layers, 4, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.float32, 9, CUDA
     )
     buffer = torch.zeros(4 + block_size(StepSizes(40, 4, 4)), dtype=torch.int64, device=CUDA)
     forward = DeviceForward(model, cache, backend, buffer)

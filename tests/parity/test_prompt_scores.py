@@ -93,7 +93,7 @@ def served(
 ) -> tuple[Heard, DecoderReplay]:
     """All of them at once; steps have up to `chunk` tokens."""
     config: Any = model.config
-    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), dtype)
+    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), dtype)
     replay = DecoderReplay(cast(Decoder, model), off, record_after=0)
     few = max_decode_queries(config.num_heads, config.num_kv_heads) if fixed else None
     runner = CpuDecoderRunner(replay, cache, CpuBackend(dtype), Sampler(config.vocab_size), few)
@@ -194,7 +194,9 @@ def test_a_cached_prompt_is_scored_all_the_same(llama: tuple[Path, dict[str, Ten
     last = request_of("last", list(SCORED[0].token_ids), max_tokens=1)
     model = load(directory, max_model_len=MAX_LEN)
     config: Any = model.config
-    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), torch.float32)
+    cache = KvCache(
+        KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.float32
+    )
     runner = CpuDecoderRunner(DecoderReplay(cast(Decoder, model)), cache, CpuBackend(torch.float32), Sampler(320))
     limits = EngineLimits(MAX_LEN, SLOTS - 2, CHUNK)
     engine = DecoderEngine(Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(CHUNK), limits, {1}), runner)
@@ -243,7 +245,7 @@ def logits_of_served(model: Any, token_ids: list[int]) -> Tensor:
             return [None] * len(sampled)
 
     config = model.config
-    cache = KvCache(KvShape(config.num_layers, 2, MAX_LEN, config.cache_heads, config.head_dim), torch.bfloat16)
+    cache = KvCache(KvShape(config.num_layers, 2, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.bfloat16)
     runner = CpuDecoderRunner(model, cache, CpuBackend(torch.bfloat16), cast(Sampler, Kept()), 4)
     for end in range(1, len(token_ids) + 1):
         sequence = Sequence("r", 0, SamplingParams(), token_ids[:end], end)

@@ -79,7 +79,7 @@ class Engine:
         grammars: Grammars | None = None,
     ) -> None:
         config: Any = model.config
-        cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), dtype)
+        cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), dtype)
         self.replay = DecoderReplay(cast(Decoder, model), off)
         few = max_decode_queries(config.num_heads, config.num_kv_heads) if fixed else None
         runner = CpuDecoderRunner(self.replay, cache, CpuBackend(dtype), Sampler(config.vocab_size), few)

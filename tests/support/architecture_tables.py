@@ -45,7 +45,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "starlette": ("api.*", "server.app", "server.process"),
     "prometheus_client": ("metrics.*",),
     "torchao": ("weights.*", "armature_kernels.*"),
-    "transformers": (),
+    "transformers": ("engine.transformers.*",),
     "triton": ("armature_kernels.triton.*",),
     "httpx": (),
     "httptools": ("armature_bench.http.*", "api.http_protocol"),

@@ -56,7 +56,7 @@ class DeviceServed:
         eager: str = "",
     ) -> None:
         config, backend = model.config, backend or SimulatedDeviceBackend(torch.float32)
-        shape = KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim)
+        shape = KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim)
         self.cache = PagedKvCache(shape, backend.dtype, pages, backend.device)
         limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)
         self.runner = WatchedRunner(model, self.cache, backend, limits, eager)

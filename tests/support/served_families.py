@@ -45,6 +45,7 @@ _MULTIPLIERS = {
     "residual_multiplier": 0.3,
     "logits_scaling": 2.0,
 }
+_GRANITE_MOE = {**_NO_HEAD_DIM, **_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2}
 _GPT_OSS = {
     **TINY,
     **_WINDOW,
@@ -109,6 +110,37 @@ _YARN = {
     "beta_slow": 1,
 }
 
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_MISTRAL4 = {
+    **_DEEPSEEK,
+    "v_head_dim": 16,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
+_MINISTRAL3 = {**TINY, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}, "tie_word_embeddings": True}
+
+
+_MROPE = {
+    **_NO_HEAD_DIM,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 5000.0},
+}
+_QWEN_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "intermediate_size": 16}
+
+
+def _mistral3(kind: str, text: dict[str, Any]) -> dict[str, Any]:
+    vision = {**_VISION, "head_dim": 8, "model_type": "pixtral"}
+    return {"text_config": {**text, "model_type": kind}, "vision_config": vision, "tie_word_embeddings": False}
+
+
 _GEMMA3N = {
     **TINY,
     **_WINDOW,
@@ -152,6 +184,34 @@ _GRANITE_HYBRID = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 40}
+_GEMMA4 = {
+    **TINY,
+    **_WINDOW,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": 330,
+    "hidden_size_per_layer_input": 12,
+    "final_logit_softcapping": 3.0,
+}
+_GEMMA4_UNIFIED = {
+    **TINY,
+    **_WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+}
+_GEMMA4_MOE = {
+    **_GEMMA4_UNIFIED,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
 
 # class of transformers: what its configuration gets instead of `TINY`, or None if `TINY` suffices
 SERVED: Mapping[str, dict[str, Any]] = {
@@ -166,18 +226,19 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {**TINY, **_GEMMA},
     "Gemma3ForConditionalGeneration": {
         "text_config": {**TINY, **_GEMMA, "num_hidden_layers": 7},
-        "vision_config": {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
+        "vision_config": _VISION,
         "mm_tokens_per_image": 4,
     },
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma3nForConditionalGeneration": {"text_config": _GEMMA3N},
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": {"text_config": _GEMMA4, "vision_config": None, "audio_config": None},
+    "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": {
+        "text_config": _GEMMA4_UNIFIED,
+        "vision_config": None,
+        "audio_config": None,
+    },
     "VaultGemmaForCausalLM": {**TINY, **_GEMMA},
     "GraniteForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS},
     "HyperCLOVAXForCausalLM": {**TINY, **_MULTIPLIERS},
@@ -187,6 +248,19 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Exaone4ForCausalLM": {**TINY, **_WINDOW},
     "MinistralForCausalLM": {**TINY, **_WINDOW},
     "Ministral3ForCausalLM": {**TINY, **_WINDOW},
+    "Mistral3ForConditionalGeneration": _mistral3("mistral", {**TINY, **_WINDOW}),
+    "Mistral3ForConditionalGeneration/ministral3": _mistral3("ministral3", _MINISTRAL3),
+    "Mistral3ForConditionalGeneration/mistral4": _mistral3("mistral4", _MISTRAL4),
+    "Mistral4ForCausalLM": _MISTRAL4,
+    "Qwen2VLForConditionalGeneration": {"text_config": _MROPE, "vision_config": _QWEN_VISION},
+    "Qwen2_5_VLForConditionalGeneration": {
+        "text_config": _MROPE,
+        "vision_config": {**_QWEN_VISION, "hidden_size": 16, "out_hidden_size": 32},
+    },
+    "Qwen3VLForConditionalGeneration": {
+        "text_config": {**_MROPE, "head_dim": 8},
+        "vision_config": {**_QWEN_VISION, "hidden_size": 16, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    },
     "SeedOssForCausalLM": {**TINY, "attention_bias": True, "attention_out_bias": False},
     "Ernie4_5ForCausalLM": {**TINY, "use_bias": True},
     "HunYuanDenseV1ForCausalLM": {**TINY, "attention_bias": True},
@@ -214,6 +288,21 @@ SERVED: Mapping[str, dict[str, Any]] = {
     },
     "GPTNeoXForCausalLM": {**_ALIKE, "hidden_size": 64},
     "GPTJForCausalLM": {**_GPT, "rotary_dim": 4},
+    "GPTBigCodeForCausalLM": {**_GPT, "n_inner": 80},
+    "CodeGenForCausalLM": {**_GPT, "rotary_dim": 4},
+    "BioGptForCausalLM": {**_ALIKE, "max_position_embeddings": 256},
+    "XGLMForCausalLM": {
+        "vocab_size": 320,
+        "d_model": 32,
+        "ffn_dim": 48,
+        "num_layers": 4,
+        "attention_heads": 4,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 1,
+    },
+    "NanoChatForCausalLM": {**_NO_HEAD_DIM, "final_logit_softcapping": 3.0},
     "OPTForCausalLM": {**_ALIKE, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "StableLmForCausalLM": {**_NO_HEAD_DIM, "hidden_size": 64, "use_qkv_bias": True},
     "Starcoder2ForCausalLM": {**_NO_HEAD_DIM, **_WINDOW},
@@ -227,7 +316,33 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": {**_NO_HEAD_DIM, **_EXPERTS, "shared_expert_intermediate_size": 40},
     "Qwen3MoeForCausalLM": {**TINY, **_EXPERTS},
     "OlmoeForCausalLM": {**_NO_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 2},
-    "GraniteMoeForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteMoeForCausalLM": _GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": {**_GRANITE_MOE, "shared_intermediate_size": 40},
+    "GraniteSWAForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS, **_WINDOW, "layer_rope_theta": [5000.0, 0.0, 700.0, 0.0]},
+    "GraniteMoeSWAForCausalLM": {**_GRANITE_MOE, **_WINDOW, "shared_intermediate_size": 40},
+    "Dots1ForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "SolarOpenForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "n_group": 3, "topk_group": 2},
+    "MiniMaxM2ForCausalLM": {**TINY, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 4},
+    "ExaoneMoeForCausalLM": {**TINY, **_EXPERTS, **_WINDOW, "first_k_dense_replace": 1},
+    "HunYuanMoEV1ForCausalLM": {**TINY, "num_experts": 6, "moe_topk": [3, 3, 3, 3]},
+    "HYV3ForCausalLM": {**TINY, **_EXPERTS, "num_shared_experts": 2},
+    "FlexOlmoForCausalLM": {**_NO_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 3},
+    "MellumForCausalLM": {
+        **TINY,
+        **_EXPERTS,
+        **_WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
+    "Cohere2MoeForCausalLM": {
+        **TINY,
+        **_WINDOW,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "prefix_dense_intermediate_size": 56,
+    },
     "GptOssForCausalLM": _GPT_OSS,
     "BloomForCausalLM": _BLOOM,
     "MptForCausalLM": _MPT,
@@ -287,8 +402,24 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "opt-no-bias": ("OPTForCausalLM", {**_ALIKE, "ffn_dim": 48, "word_embed_proj_dim": 32, "enable_bias": False}),
+    "bigcode-all-heads": ("GPTBigCodeForCausalLM", {**_GPT, "multi_query": False}),
     "gptj-whole-heads": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 8, "tie_word_embeddings": False}),
     "gpt-oss-no-biases": ("GptOssForCausalLM", {**_GPT_OSS, "attention_bias": False, "tie_word_embeddings": True}),
+    "cohere2-moe-sigmoid": (
+        "Cohere2MoeForCausalLM",
+        {
+            **TINY,
+            **_WINDOW,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 1,
+            "shared_expert_combination_strategy": "sum",
+            "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": False,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "gemma4-moe": ("Gemma4ForCausalLM", _GEMMA4_MOE),
     "bloom-four-heads": ("BloomForCausalLM", {**_BLOOM, "n_head": 4}),
     "mpt-four-heads": ("MptForCausalLM", {**_MPT, "n_heads": 4, "attn_config": {"softmax_scale": 0.3}}),
     "granite-tied": ("GraniteForCausalLM", {**_NO_HEAD_DIM, **_MULTIPLIERS, "tie_word_embeddings": True}),
@@ -382,7 +513,7 @@ def write_family(directory: Path, architecture: str, values: Mapping[str, Any], 
         write_family(directory / TEXT_HALF, TEXT_HALVES[architecture], values["text_config"], seed)
         _write_whole(directory, architecture)
         return
-    kind = getattr(transformers, architecture)
+    kind = getattr(transformers, architecture.partition("/")[0])
     torch.manual_seed(seed)
     model = kind(kind.config_class(**values)).eval()
     with torch.no_grad():
@@ -393,6 +524,9 @@ def write_family(directory: Path, architecture: str, values: Mapping[str, Any], 
                 parameter.copy_(torch.randn_like(parameter) * 0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
     model.save_pretrained(directory)
 
 
@@ -428,7 +562,7 @@ def expected_logits(directory: Path, architecture: str, prompt: list[int]) -> Te
 
     if architecture in TEXT_HALVES:
         architecture, directory = TEXT_HALVES[architecture], directory / TEXT_HALF
-    kind = getattr(transformers, architecture)
+    kind = getattr(transformers, architecture.partition("/")[0])
     model = kind.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()

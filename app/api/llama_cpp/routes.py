@@ -9,12 +9,14 @@ from typing import Any, cast
 
 from app.api.llama_cpp.schemas import (
     LLAMA_CPP_ERRORS,
+    ControlledModel,
     HealthStatus,
     InfillBody,
     LlamaCppBody,
     LlamaCppCompletion,
     LlamaCppTimings,
     LlamaCppToken,
+    ModelNameBody,
     PromptParts,
     RenderedPrompt,
     SamplingSettings,
@@ -25,7 +27,16 @@ from app.api.llama_cpp.schemas import (
 from app.api.openai.output import LOWEST_LOGPROB
 from app.api.openai.schemas import ChatBody, CompletionBody
 from app.api.openai.translate import MAX_TOTAL_CHOICES, chat_request, completion_requests
-from app.api.routing import BODY_ERRORS, ApiCall, ApiRuntime, Dialect, sampling_defaults
+from app.api.routing import (
+    BODY_ERRORS,
+    ApiCall,
+    ApiRuntime,
+    Dialect,
+    check_model,
+    controlled_models,
+    known_model,
+    sampling_defaults,
+)
 from app.api.schemas import SamplingFields, make_body
 from app.api.streaming import (
     SLOT,
@@ -348,9 +359,15 @@ Completion = Generation[LlamaCppCompletion | list[LlamaCppCompletion], LlamaCppC
 
 
 def _find_model(call: ApiCall, body: LlamaCppBody) -> str:
-    """Return the adapter's name if the body names one; all other names are the model's."""
+    """Return the adapter's name if the body names one; all other names are the model's, unless there are several."""
+    if call.runtime.models is not None:
+        return check_model(call.runtime, body.model)
     is_adapter = body.model and call.service.adapters.find(body.model)
     return body.model if body.model and is_adapter else call.service.model.name
+
+
+def _any_model(call: ApiCall, body: ModelNameBody) -> str:
+    return body.model  # it is looked for once clients may load models
 
 
 _GENERATION: dict[str, Any] = {
@@ -396,7 +413,8 @@ async def infill(call: ApiCall, body: InfillBody, name: str) -> Completion:
 @PROBES.get(("/health", "/ping"), "Readiness, as /readyz, in llama.cpp's format", statuses=(503,))
 async def health(call: ApiCall) -> HealthStatus:
     """Report readiness; 503 while the model is loading."""
-    if call.service.ready:
+    models = call.runtime.models
+    if call.service.ready if models is None else models.ready:
         return {"status": "ok"}
     raise NotReady(f"The model is not ready: {call.service.stage}.")
 
@@ -430,6 +448,25 @@ async def properties(call: ApiCall) -> ServerProperties:
     }
 
 
+async def _control(call: ApiCall, body: ModelNameBody, loads: bool) -> ControlledModel:
+    models = controlled_models(call)
+    entry = known_model(models, body.model)
+    await (models.load(entry) if loads else models.unload(entry))
+    return {"success": True}
+
+
+@LLAMA_CPP.post("/models/load", "llama.cpp: load one of the configured models", loads=False, find_model=_any_model)
+async def load_model(call: ApiCall, body: ModelNameBody) -> ControlledModel:
+    """Load a model, if the operator lets clients do so, and answer when it is ready."""
+    return await _control(call, body, loads=True)
+
+
+@LLAMA_CPP.post("/models/unload", "llama.cpp: unload a model", loads=False, find_model=_any_model)
+async def unload_model(call: ApiCall, body: ModelNameBody) -> ControlledModel:
+    """Unload a model once its open requests have ended."""
+    return await _control(call, body, loads=False)
+
+
 FAIL_ON_NO_SLOT = {
     "name": "fail_on_no_slot",
     "in": "query",
@@ -461,7 +498,7 @@ async def slots(call: ApiCall) -> list[Slot]:
     ]
 
 
-@LLAMA_CPP.post("/apply-template", "llama.cpp: the prompt that the chat template makes of messages")
+@LLAMA_CPP.post("/apply-template", "llama.cpp: the prompt that the chat template makes of messages", task="generate")
 async def apply_template(call: ApiCall, body: ChatBody) -> RenderedPrompt:
     """Render messages with the chat template."""
     chat = chat_request(body, {})

@@ -252,6 +252,20 @@ class DefaultSettings(TypedDict):
     n_ctx: int
 
 
+class ModelNameBody(Body):
+    """Body of `/models/load` and `/models/unload`."""
+
+    API: ClassVar[Api] = "llama_cpp"
+
+    model: str
+
+
+class ControlledModel(TypedDict):
+    """Response of `/models/load` and `/models/unload`."""
+
+    success: bool
+
+
 class ServerProperties(TypedDict):
     """Response of `/props`."""
 

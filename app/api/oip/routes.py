@@ -60,9 +60,13 @@ from app.api.routing import (
     BODY_ERRORS,
     ApiCall,
     Dialect,
+    ModelState,
     Reply,
+    ServedEntry,
     check_model,
+    controlled_models,
     count_refusals,
+    known_model,
     run_beside_loop,
     sampling_defaults,
 )
@@ -136,8 +140,13 @@ async def server(call: ApiCall) -> ServerMetadata:
 )
 async def live(call: ApiCall) -> Reply[ServerLiveness]:
     """Report liveness; 500 after the worker thread has died."""
-    alive = call.service.alive
+    alive = _is_alive(call)
     return Reply({"live": alive}, 200 if alive else 500)
+
+
+def _is_alive(call: ApiCall) -> bool:
+    models = call.runtime.models
+    return call.service.alive if models is None else models.is_healthy
 
 
 _LOADING = {"retry-after": str(LOADING_RETRY_SECONDS)}
@@ -153,14 +162,22 @@ async def ready(call: ApiCall) -> Reply[ServerReadiness]:
 
     The specification's object has `live` here and KServe's own servers send `ready`, so the body has both.
     """
-    body: ServerReadiness = {"live": call.service.alive, "ready": call.service.ready}
+    models = call.runtime.models
+    body: ServerReadiness = {
+        "live": _is_alive(call),
+        "ready": call.service.ready if models is None else models.ready,
+    }
     return Reply(body) if body["ready"] else Reply(body, 503, _LOADING)
 
 
 @OIP.get(_paths("/ready"), "Open Inference Protocol: readiness of a model", openapi={"responses": {503: NOT_READY}})
 async def model_ready(call: ApiCall) -> Reply[ModelReadiness]:
     """Report the readiness of the model in the path; 503 while it is loading."""
-    body: ModelReadiness = {"name": requested_model(call).name, "ready": call.service.ready}
+    if (models := call.runtime.models) is not None:
+        name = known_model(models, call.request.path_params["name"]).name
+    else:
+        name = requested_model(call).name
+    body: ModelReadiness = {"name": name, "ready": call.service.ready}
     return Reply(body) if body["ready"] else Reply(body, 503, _LOADING)
 
 
@@ -173,6 +190,8 @@ async def model_config(call: ApiCall) -> ModelConfiguration:
 @OIP.get("/v2/models/stats", "Open Inference Protocol: Triton's statistics of all models", statuses=(503,))
 async def all_statistics(call: ApiCall) -> StatisticsResponse:
     """Return the statistics of the served model."""
+    if (models := call.runtime.models) is not None:
+        return {"model_stats": [_model_statistics(entry.name, entry.runtime.metrics) for entry in models.entries]}
     return {"model_stats": [_model_statistics(call.service.model.name, call.runtime.metrics)]}
 
 
@@ -496,13 +515,16 @@ async def generate_stream(
     "/v2/repository/index",
     "Open Inference Protocol: Triton's index of the models",
     body=RepositoryIndexBody,
+    loads=False,
     openapi={"openapi_extra": {"requestBody": {"required": False}}},
 )
 async def index(call: ApiCall) -> list[IndexedModel]:
-    """List the served model; nothing until its name is known."""
+    """List the served models; a single one only when its name is known."""
     check_origin(call.request)
     given = await call.read()
     body = parse_body(RepositoryIndexBody, given, call.report_ignored) if given.strip() else RepositoryIndexBody()
+    if (models := call.runtime.models) is not None:
+        return [_indexed(entry) for entry in models.entries if not body.ready or entry.state == "ready"]
     service = call.service
     try:
         name = service.model.name
@@ -514,15 +536,27 @@ async def index(call: ApiCall) -> list[IndexedModel]:
     return [{"name": name, "version": VERSION, "state": state, "reason": reason}]
 
 
+def _indexed(entry: ServedEntry) -> IndexedModel:
+    states: Mapping[ModelState, str] = {"ready": "READY", "loading": "LOADING", "unloading": "UNLOADING"}
+    state = states.get(entry.state, "UNAVAILABLE")
+    return {"name": entry.name, "version": VERSION, "state": state, "reason": "" if state == "READY" else entry.stage}
+
+
 @OIP.post(
     ("/v2/repository/models/{name:path}/load", "/v2/repository/models/{name:path}/unload"),
-    "Open Inference Protocol: refused, since one process serves one model",
+    "Open Inference Protocol: load or unload one of the configured models",
     body=ModelControlBody,
-    openapi={"status_code": 400},
+    loads=False,
 )
-async def control(call: ApiCall) -> OipError:
-    """Refuse to load or unload a model."""
-    raise UnsupportedParameter(
-        f"Models are not loaded or unloaded: this process serves {call.service.model.name!r} until it ends. Start another "
-        "process with `armature serve --model DIR` for another model."
-    )
+async def control(call: ApiCall) -> Response:
+    """Load a model, or unload it once its open requests have ended, and answer when that is done."""
+    check_origin(call.request)
+    given = await call.read()
+    body = parse_body(ModelControlBody, given, call.report_ignored) if given.strip() else ModelControlBody()
+    models = controlled_models(call)
+    for name in body.parameters or {}:
+        if name != "unload_dependents":  # a model's files and configuration are the operator's
+            raise UnsupportedParameter(f"parameters.{name[:100]} is not supported.", field="parameters")
+    entry = known_model(models, call.request.path_params["name"])
+    await (models.load(entry) if call.request.url.path.endswith("/load") else models.unload(entry))
+    return Response(status_code=200)

@@ -142,7 +142,7 @@ class RepositoryIndexBody(Body):
 
 
 class ModelControlBody(Body):
-    """Body of `load` and `unload`, which are refused."""
+    """Body of `load` and `unload`, which may be empty. What it says about files and configurations is refused."""
 
     parameters: dict[str, Any] | None = None
 

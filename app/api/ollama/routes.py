@@ -58,6 +58,7 @@ from app.api.routing import (
     Encoding,
     Reply,
     check_model,
+    known_model,
     sampling_defaults,
     served_names,
 )
@@ -218,10 +219,10 @@ class _OllamaFormat(Generic[LineT]):
     def _line(self, text: str, reasoning: str = "", calls: list[OllamaCall] | None = None) -> LineT:
         raise NotImplementedError
 
-    def loaded(self) -> LineT:
-        """Return the response to a request that only asks for the model to be loaded."""
+    def loaded(self, unloads: bool) -> LineT:
+        """Return the response to a request that only asks for the model to be loaded, or unloaded."""
         line = self._line("")
-        line["done"], line["done_reason"] = True, "load"
+        line["done"], line["done_reason"] = True, "unload" if unloads else "load"
         return line
 
     def whole(self, completion: CollectedCompletion) -> LineT:
@@ -310,14 +311,28 @@ def _calls(calls: list[CollectedCall]) -> list[OllamaCall]:
 
 
 TAG = ":latest"  # Ollama's name for a model without a tag
-# Ollama unloads models that are not used. Ours stays, so it expires in a year.
+# Ollama unloads models that are not used. One that stays expires in a year.
 _EXPIRES_SECONDS = 365 * 24 * 3600.0
 _MILLION = 1_000_000
 
 
 def find_model(call: ApiCall, body: OllamaGenerationBody | OllamaEmbedBody | OllamaEmbeddingsBody) -> str:
-    """Return the name that answers have, for a name with or without the tag `latest`."""
-    return check_model(call.runtime, body.model.removesuffix(TAG))
+    """Return the name that answers have, for a name with or without the tag `latest`, and obey `keep_alive`."""
+    name = check_model(call.runtime, body.model.removesuffix(TAG))
+    if body.keep_alive is None:
+        return name
+    models = call.runtime.models
+    if models is None or not models.may_control:
+        call.report_ignored(call.route.api, ("keep_alive",))
+        return name
+    seconds = body.keep_seconds
+    models.keep_alive(known_model(models, name), None if seconds < 0 else seconds)
+    return name
+
+
+def _unloads(call: ApiCall, body: OllamaGenerationBody) -> bool:
+    models = call.runtime.models
+    return models is not None and models.may_control and body.keep_alive is not None and body.keep_seconds == 0
 
 
 def _facts(runtime: ApiRuntime) -> dict[str, Any]:
@@ -325,12 +340,12 @@ def _facts(runtime: ApiRuntime) -> dict[str, Any]:
     return facts
 
 
-def _model(runtime: ApiRuntime, name: str) -> OllamaModel:
+def _model(runtime: ApiRuntime, name: str, served_name: str) -> OllamaModel:
     return {
         "name": name,
         "model": name,
         "size": _facts(runtime).get("weight_bytes", 0),
-        "digest": hashlib.sha256(runtime.service.model.name.encode()).hexdigest(),
+        "digest": hashlib.sha256(served_name.encode()).hexdigest(),
         "details": _details(runtime),
     }
 
@@ -397,7 +412,11 @@ async def chat(
 ) -> Generation[OllamaChatResponse, OllamaChatResponse] | Reply[OllamaChatResponse]:
     """Generate the answer to a chat."""
     form, request = OllamaChatFormat(name), chat_generation(call.runtime, body)
-    return Reply(form.loaded()) if request is None else Generation([request], form, body.stream is not False)
+    return (
+        Reply(form.loaded(_unloads(call, body)))
+        if request is None
+        else Generation([request], form, body.stream is not False)
+    )
 
 
 @OLLAMA.generates("/api/generate", "Ollama: generate", prompts=("prompt",), **_GENERATION)
@@ -406,7 +425,11 @@ async def generate(
 ) -> Generation[OllamaGenerateResponse, OllamaGenerateResponse] | Reply[OllamaGenerateResponse]:
     """Generate from a prompt."""
     form, request = OllamaPromptFormat(name), prompt_generation(call.runtime, body)
-    return Reply(form.loaded()) if request is None else Generation([request], form, body.stream is not False)
+    return (
+        Reply(form.loaded(_unloads(call, body)))
+        if request is None
+        else Generation([request], form, body.stream is not False)
+    )
 
 
 @OLLAMA.encodes("/api/embed", "Ollama: embeddings of texts", operation="embeddings", find_model=find_model)
@@ -474,12 +497,20 @@ async def embeddings(
     return Encoding(request, write)
 
 
+def _find_to_pull(call: ApiCall, body: NameBody) -> str:
+    name = body.wanted.removesuffix(TAG)
+    if (models := call.runtime.models) is not None:
+        return known_model(models, name).name
+    return check_model(call.runtime, name, in_path=True)
+
+
 @OLLAMA.post(
     "/api/pull",
-    "Ollama: success for the served model, which is here",
+    "Ollama: success for a served model, which is here",
     event=OllamaStatus,
     encoding=_LINES,
-    find_model=lambda call, body: check_model(call.runtime, body.wanted.removesuffix(TAG), in_path=True),
+    find_model=_find_to_pull,
+    loads=False,
     openapi={"response_description": "Lines of JSON that end with the status success; with `stream` false, that one."},
 )
 async def pull(call: ApiCall, body: NameBody) -> Reply[OllamaStatus] | Response:
@@ -490,21 +521,31 @@ async def pull(call: ApiCall, body: NameBody) -> Reply[OllamaStatus] | Response:
     return Response(b"".join(lines), media_type=NDJSON)
 
 
-@OLLAMA.get("/api/tags", "Ollama: the served model", statuses=(503,))
+@OLLAMA.get("/api/tags", "Ollama: the served models", statuses=(503,))
 async def tags(call: ApiCall) -> OllamaModels:
     """List the names of the model."""
     modified = timestamp(call.runtime.created)
-    names = served_names(call.runtime)
-    return {"models": [{**_model(call.runtime, name), "modified_at": modified} for name in names]}
+    if (models := call.runtime.models) is not None:
+        named = [_model(entry.runtime, name, entry.name) for entry in models.entries for name in entry.names]
+    else:
+        named = [_model(call.runtime, name, call.service.model.name) for name in served_names(call.runtime)]
+    return {"models": [{**each, "modified_at": modified} for each in named]}
 
 
-@OLLAMA.get("/api/ps", "Ollama: the loaded model", statuses=(503,))
+@OLLAMA.get("/api/ps", "Ollama: the loaded models", statuses=(503,))
 async def processes(call: ApiCall) -> OllamaModels:
-    """Show the model, which is always loaded."""
-    model = _model(call.runtime, call.service.model.name)
-    model["expires_at"] = timestamp(time.time() + _EXPIRES_SECONDS)
-    model["size_vram"], model["context_length"] = 0, call.service.model.limits.max_model_len
-    return {"models": [model]}
+    """Show the models that are loaded, and when each is unloaded."""
+    if (models := call.runtime.models) is None:
+        return {"models": [_loaded(call.runtime, None)]}
+    return {"models": [_loaded(each.runtime, each.expires_at) for each in models.entries if each.state == "ready"]}
+
+
+def _loaded(runtime: ApiRuntime, expires_at: float | None) -> OllamaModel:
+    served = runtime.service.model
+    model = _model(runtime, served.name, served.name)
+    model["expires_at"] = timestamp(expires_at or time.time() + _EXPIRES_SECONDS)
+    model["size_vram"], model["context_length"] = 0, served.limits.max_model_len
+    return model
 
 
 @OLLAMA.post(

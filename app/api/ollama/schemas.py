@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
@@ -114,13 +115,35 @@ class OllamaMessage(_ImagesRefused):
     tool_call_id: str | None = None
 
 
+_UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_DURATION = re.compile(rf"-?(?:{_DURATION_PART.pattern})+")
+
+
 class _ModelBody(Body):
-    """Fields of all bodies. The model stays loaded whatever `keep_alive` says."""
+    """Fields of all bodies. `keep_alive` has an effect where clients may unload models."""
 
     API: ClassVar[Api] = "ollama"
 
     model: str
     options: Options | None = None
+    keep_alive: float | str | None = None
+
+    @property
+    def keep_seconds(self) -> float:
+        """The seconds of `keep_alive`, negative for ever. Raises `InvalidRequest`."""
+        try:
+            return float(self.keep_alive or 0)
+        except ValueError:
+            pass
+        text = str(self.keep_alive)
+        if _DURATION.fullmatch(text) is None:
+            raise InvalidRequest(
+                "keep_alive must be a number of seconds or a duration such as 10m; 0 unloads the model, -1 keeps it.",
+                field="keep_alive",
+            )
+        seconds = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in _DURATION_PART.findall(text))
+        return -seconds if text.startswith("-") else seconds
 
 
 class OllamaGenerationBody(_ModelBody):

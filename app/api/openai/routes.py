@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.responses import PlainTextResponse
 
@@ -28,7 +30,10 @@ from app.api.routing import (
     ApiCall,
     ApiRuntime,
     Dialect,
+    ModelState,
+    ServedEntry,
     check_model,
+    known_model,
     new_response_id,
     sampling_defaults,
     served_names,
@@ -94,7 +99,9 @@ def _shown(body: GenerationBody) -> ShownTokens:
 
 
 @OPENAI.post(
-    ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"), "llama.cpp: number of tokens of a chat"
+    ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"),
+    "llama.cpp: number of tokens of a chat",
+    task="generate",
 )
 async def count_input_tokens(call: ApiCall, body: ChatBody) -> InputTokenCount:
     """Count the tokens of a chat's prompt."""
@@ -108,9 +115,14 @@ async def num_chat_tokens(call: ApiCall, body: ChatBody) -> int:
     return len(ids)
 
 
-@OPENAI.get(("/v1/models", "/models"), "OpenAI: the served model, under each of its names", statuses=(503,))
+@OPENAI.get(("/v1/models", "/models"), "OpenAI: the served models, under each of their names", statuses=(503,))
 async def models(call: ApiCall) -> ModelList:
     """List the names that requests may give as the model."""
+    if call.runtime.models is not None:
+        return {
+            "object": "list",
+            "data": [_entry(entry, each) for entry in call.runtime.models.entries for each in entry.names],
+        }
     return {"object": "list", "data": [_model(call.runtime, name) for name in served_names(call.runtime)]}
 
 
@@ -118,8 +130,32 @@ async def models(call: ApiCall) -> ModelList:
 async def model(call: ApiCall) -> ModelObject:
     """Describe the model of a name."""
     name = call.request.path_params["name"]
+    if (models := call.runtime.models) is not None:
+        return _entry(known_model(models, name), name)
     check_model(call.runtime, name, in_path=True)
     return _model(call.runtime, name)
+
+
+_STATUS: Mapping[ModelState, str] = {"ready": "loaded", "unloading": "loaded", "loading": "loading"}
+
+
+def _entry(entry: ServedEntry, name: str) -> ModelObject:
+    """Describe one of several models, whether it is loaded or not."""
+    status: dict[str, Any] = {"value": _STATUS.get(entry.state, "unloaded")}
+    if entry.state == "failed":
+        status["failed"] = True
+    body: ModelObject = {
+        "id": name,
+        "object": "model",
+        "created": entry.runtime.created,
+        "owned_by": "armature",
+        "root": entry.name,
+        "max_model_len": entry.max_model_len,
+        "status": status,
+    }
+    if name not in (entry.name, *entry.runtime.names.aliases):
+        body["root"], body["parent"] = name, entry.name  # an adapter
+    return body
 
 
 def _model(runtime: ApiRuntime, name: str) -> ModelObject:
@@ -144,6 +180,7 @@ _PLAIN_TEXT = {"response_class": PlainTextResponse}
     "/v1/load_lora_adapter",
     "vLLM: load a LoRA adapter, which requests then choose as the model",
     statuses=(*BODY_ERRORS, 404),
+    task="generate",
     openapi=_PLAIN_TEXT,
 )
 async def load_adapter(call: ApiCall, body: LoadAdapterBody) -> PlainTextResponse:
@@ -159,6 +196,7 @@ async def load_adapter(call: ApiCall, body: LoadAdapterBody) -> PlainTextRespons
     "/v1/unload_lora_adapter",
     "vLLM: unload a LoRA adapter once its open requests have ended",
     statuses=(*BODY_ERRORS, 404),
+    task="generate",
     openapi=_PLAIN_TEXT,
 )
 async def unload_adapter(call: ApiCall, body: UnloadAdapterBody) -> PlainTextResponse:

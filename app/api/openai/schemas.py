@@ -713,7 +713,11 @@ class InputTokenCount(TypedDict):
 
 
 class ModelObject(TypedDict):
-    """The served model. `root` is its first name, of which `id` may be an alias."""
+    """A served model. `root` is its first name, of which `id` may be an alias.
+
+    `status` is llama.cpp's, if there are several models: `value` is unloaded, loading or loaded, and `failed` is there if
+    it could not be loaded.
+    """
 
     id: str
     object: Literal["model"]
@@ -722,6 +726,7 @@ class ModelObject(TypedDict):
     root: str
     max_model_len: int
     parent: NotRequired[str]
+    status: NotRequired[dict[str, Any]]
 
 
 class ModelList(TypedDict):

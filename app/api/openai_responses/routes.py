@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +45,7 @@ from app.api.openai_responses.schemas import (
     Status,
     TextFormat,
 )
-from app.api.routing import ApiCall, Dialect, new_response_id, sampling_defaults
+from app.api.routing import ApiCall, Dialect, new_id, new_response_id, sampling_defaults
 from app.api.schemas import SamplingFields, make_body
 from app.api.streaming import (
     SLOT,
@@ -299,7 +298,7 @@ class _Item:
 
     def __post_init__(self) -> None:
         prefix = "ctc" if self.is_custom else _ID_PREFIXES[self.block.kind]
-        self.id = f"{prefix}_{uuid.uuid4().hex}"
+        self.id = f"{prefix}_{new_id()}"
 
     @property
     def is_custom(self) -> bool:

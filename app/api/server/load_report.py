@@ -28,10 +28,20 @@ SGLANG = Dialect("SGLang", OPENAI_ERRORS)
 @SGLANG.get("/v1/loads", "SGLang: load and capacity of the server")
 async def loads(call: ApiCall) -> LoadsResponse:
     """`gen_throughput` is 0 while the capacity is unknown."""
-    service = call.service
-    places = service.model.limits.max_running_seqs if service.ready else 0
-    load = _rank_load(service.snapshot, best_rate(call.runtime.capacity(), "decode", "encode"), places)
-    return {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "dp_rank_count": 1, "loads": [load]}
+    models, loads = call.runtime.models, []
+    for rank, runtime in enumerate(runtimes_of(call.runtime)):
+        service = runtime.service
+        places = service.model.limits.max_running_seqs if service.ready else 0
+        load = _rank_load(service.snapshot, best_rate(runtime.capacity(), "decode", "encode"), places)
+        if models is not None:
+            load["dp_rank"], load["model"] = rank, models.entries[rank].name
+        loads.append(load)
+    return {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "dp_rank_count": len(loads), "loads": loads}
+
+
+def runtimes_of(runtime: ApiRuntime) -> list[ApiRuntime]:
+    """Return the runtime of each model."""
+    return [runtime] if runtime.models is None else [entry.runtime for entry in runtime.models.entries]
 
 
 def _rank_load(now: EngineSnapshot, tokens_per_second: float, places: int) -> RankLoad:
@@ -71,16 +81,18 @@ def utilization(capacity: Capacity, tokens_per_second: Mapping[str, float]) -> f
 
 def orca_report(runtime: ApiRuntime, form: str) -> str:
     """Return the value of the header in the form `text` or `json`; empty for any other form."""
-    now = runtime.service.snapshot
-    rates = {kind: rate.per_second() for kind, rate in runtime.metrics.rates.items()}
-    report = {
-        "application_utilization": round(utilization(runtime.capacity(), rates), 6),
-        "rps_fractional": round(rates["requests"], 6),
-    }
+    used = requests = 0.0  # several models share the machine: their parts add up
+    states: list[EngineSnapshot] = []
+    for each in runtimes_of(runtime):
+        states.append(each.service.snapshot)
+        rates = {kind: rate.per_second() for kind, rate in each.metrics.rates.items()}
+        used += utilization(each.capacity(), rates)
+        requests += rates["requests"]
+    report = {"application_utilization": round(used, 6), "rps_fractional": round(requests, 6)}
     named = {
-        "kv_cache_usage_perc": round(now.kv_usage_ratio, 6),
-        "num_requests_waiting": now.num_waiting,
-        "num_requests_running": now.num_running,
+        "kv_cache_usage_perc": round(max(now.kv_usage_ratio for now in states), 6),
+        "num_requests_waiting": sum(now.num_waiting for now in states),
+        "num_requests_running": sum(now.num_running for now in states),
     }
     match form:
         case "text":
@@ -100,7 +112,7 @@ class LoadReportHeader:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; the report is of the moment when its response starts."""
-        form = header(scope, ASKED).decode("latin-1").lower() if scope["type"] == "http" else ""
+        form = header(scope, ASKED).decode("latin-1").lower()
 
         async def reporting(message: Message) -> None:
             if message["type"] == "http.response.start" and (report := orca_report(scope["app"].state.runtime, form)):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
 from app.api.encoders.routes import model_information
 from app.api.errors import LOADING_RETRY_SECONDS
-from app.api.routing import ApiCall, Dialect, Reply
+from app.api.routing import ApiCall, Dialect, Models, Reply
 from app.api.server.pages import PAGE, web_file_response
-from app.api.server.schemas import InfoResponse, LivenessStatus, ReadinessStatus, StepsResponse
+from app.api.server.schemas import InfoResponse, LivenessStatus, ModelStatus, ReadinessStatus, StepsResponse
 from app.errors import InvalidRequest, NotReady
 from app.service.service import Service
 from app.version import VERSION
@@ -36,7 +36,8 @@ METRICS_TYPES = {name: {"schema": {"type": "string"}} for name in ("text/plain",
 )
 async def healthz(call: ApiCall) -> Reply[LivenessStatus]:
     """Report liveness; 500 after the worker thread has died, when only a restart helps."""
-    alive = call.service.alive
+    models = call.runtime.models
+    alive = call.service.alive if models is None else models.is_healthy
     return Reply({"status": "alive" if alive else "dead"}, 200 if alive else 500)
 
 
@@ -47,7 +48,9 @@ async def healthz(call: ApiCall) -> Reply[LivenessStatus]:
 )
 async def readyz(call: ApiCall) -> Reply[ReadinessStatus]:
     """Report readiness; 503 with the loading stage until the model is ready."""
-    service = call.service
+    service, models = call.service, call.runtime.models
+    if models is not None:
+        return _ready_models(models)
     if service.ready:
         return Reply({"status": "ready"})
     body: ReadinessStatus = {
@@ -59,17 +62,37 @@ async def readyz(call: ApiCall) -> Reply[ReadinessStatus]:
     return Reply(body, 503, {"retry-after": str(LOADING_RETRY_SECONDS)})
 
 
+def _ready_models(models: Models) -> Reply[ReadinessStatus]:
+    """Report readiness of several models: ready once those of the start are ready or have failed, and one serves."""
+    states: dict[str, ModelStatus] = {}
+    for entry in models.entries:
+        states[entry.name] = {"state": entry.state}
+        if entry.state in ("loading", "failed"):
+            states[entry.name]["stage"] = entry.stage
+    if models.ready:
+        return Reply({"status": "ready", "models": states})
+    loading = next((entry.stage for entry in models.entries if entry.state == "loading"), "stopping")
+    status: Literal["loading", "stopping"] = "stopping" if loading == "stopping" else "loading"
+    body: ReadinessStatus = {"status": status, "stage": loading, "models": states}
+    return Reply(body, 503, {"retry-after": str(LOADING_RETRY_SECONDS)})
+
+
 @SERVER.get("/info", "Version, model, facts, plan with reasons, and capacity")
 async def info(call: ApiCall) -> InfoResponse:
     """Return the version, the stage, the runtime's information and the capacity; less is known while loading.
 
     Where keys are set, a request without one is told what a client needs, and nothing about the machine.
     """
-    service = call.service
+    service, models = call.service, call.runtime.models
     if not call.request.state.has_key:
         return _client_info(service)
     known = call.runtime.info()
     body: Any = {"version": VERSION, "stage": service.stage, **known, "capacity": service.snapshot.to_json()}
+    if models is not None:
+        body["models"] = [
+            {"name": entry.name, "names": entry.names, "kind": entry.kind, "state": entry.state, "stage": entry.stage}
+            for entry in models.entries
+        ]
     with suppress(NotReady):
         body |= model_information(service.model, known.get("plan", {}))
     info: InfoResponse = body
@@ -111,7 +134,11 @@ async def metrics(call: ApiCall) -> Response:
 
     The counters are already filled, so a scrape on the event loop never waits for a step.
     """
-    body, content_type = call.runtime.metrics.render(call.request.headers.get("accept", ""))
+    accept, models = call.request.headers.get("accept", ""), call.runtime.models
+    if models is None or "model" in call.request.query_params:  # of one model, without the label
+        body, content_type = call.runtime.metrics.render(accept)
+    else:
+        body, content_type = models.render_metrics(accept)
     return Response(body, headers={"content-type": content_type})
 
 

@@ -23,19 +23,34 @@ class LoadProgressStatus(TypedDict):
     remaining_seconds: float | None
 
 
+class ModelStatus(TypedDict):
+    """State of one of several models: `unloaded`, `loading`, `ready`, `failed` or `unloading`.
+
+    `stage` is how far it is loaded, or why that has failed.
+    """
+
+    state: str
+    stage: NotRequired[str]
+
+
 class ReadinessStatus(TypedDict):
     """Response of `/readyz`: `ready`, `loading` or `stopping`; until it is ready, also the stage of loading.
 
-    `progress` is there while the model is fetched, and while weights are loaded or packed.
+    `progress` is there while the model is fetched, and while weights are loaded or packed; `models` if there are
+    several.
     """
 
     status: str
     stage: NotRequired[str]
     progress: NotRequired[LoadProgressStatus]
+    models: NotRequired[dict[str, ModelStatus]]
 
 
 class InfoResponse(TypedDict):
     """Response of `/info`. While the server is loading, less is known; without a key, `stage` and `model` alone.
+
+    `models` are the names of several models, with their kinds and states; the rest is of the one that the query names
+    as `model`, or the first.
 
     `model_id` and `max_input_length` are of text-embeddings-inference, as `model_type` and more are for an encoder.
     """
@@ -46,6 +61,7 @@ class InfoResponse(TypedDict):
     max_input_length: NotRequired[int]
     version: NotRequired[str]
     capacity: NotRequired[dict[str, Any]]
+    models: NotRequired[list[dict[str, Any]]]
 
 
 class StepLogColumns(TypedDict):
@@ -81,10 +97,11 @@ class RankLoad(TypedDict):
     gen_throughput: float
     utilization: float
     max_running_requests: int
+    model: NotRequired[str]
 
 
 class LoadsResponse(TypedDict):
-    """Response of `/v1/loads`; `loads` has one element."""
+    """Response of `/v1/loads`; `loads` has one element for each model."""
 
     timestamp: str
     version: str

@@ -25,6 +25,7 @@ PROMPT = "> "
 MORE_PROMPT = "… "
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 HELP = """\
+/model NAME       go on with another of the server's models; /model lists them
 /system TEXT      set the system message; /system shows it, /system off removes it
 /set NAME VALUE   set temperature, max_tokens, …; /set shows them, /set NAME off leaves it to the server
 /stats            show tokens per second after each answer, or stop that
@@ -201,6 +202,20 @@ class Chat:
             self.conversation.system = "" if text == "off" else text
         _note(f"system message: {self.conversation.system or 'none'}")
 
+    def set_model(self, text: str) -> None:
+        """Go on with another of the server's models, or list them."""
+        try:
+            data = self.server.get_json("/v1/models").get("data") or ()
+        except ServerRefused as error:
+            _note(error.message)
+            return
+        names = [str(one.get("id")) for one in data]
+        if text and text not in names:
+            _note(f"There is no model {text!r}. There are: {', '.join(names)}.")
+            return
+        self.conversation.model = text or self.conversation.model
+        _note(f"model: {self.conversation.model}; there are: {', '.join(names)}")
+
     def set_parameter(self, text: str) -> None:
         if text:
             name, _, value = text.partition(" ")
@@ -222,6 +237,7 @@ class Chat:
 
 COMMANDS: Mapping[str, Callable[[Chat, str], None]] = {
     "/help": Chat.show_help,
+    "/model": Chat.set_model,
     "/system": Chat.set_system,
     "/set": Chat.set_parameter,
     "/stats": Chat.toggle_stats,

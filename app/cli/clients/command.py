@@ -53,7 +53,7 @@ def run_top(settings: Settings, arguments: Namespace) -> int:
     server = connect(settings, arguments)
     if not arguments.once:
         _ready_server(server, "top")
-    return show_figures(open_figures(server), arguments.interval, arguments.once)
+    return show_figures(open_figures(server, arguments.model), arguments.interval, arguments.once)
 
 
 @contextmanager
@@ -112,7 +112,13 @@ def _served_model(server: ServerConnection) -> str:
     if name is None:
         raise ServerRefused(f"{server.url} lists no model. Name one with --model.")
     status, body = server.get("/info")  # only Armature has it
-    about = (parse_object(body.decode(errors="replace")) or {}).get("model") if status == 200 else None
+    info = (parse_object(body.decode(errors="replace")) or {}) if status == 200 else {}
+    if (several := info.get("models")) is not None:
+        decoder = next((one["name"] for one in several if one["kind"] == "decoder"), None)
+        if decoder is None:
+            raise ServerRefused(f"{server.url} serves no language model: its models do not chat.")
+        return str(decoder)
+    about = info.get("model")
     kind = about.get("kind", "decoder") if isinstance(about, dict) else "decoder"
     if kind != "decoder":
         raise ServerRefused(f"{server.url} serves {name}, which is no language model ({kind}): it does not chat.")

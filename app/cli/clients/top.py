@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
+from urllib.parse import urlencode
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -66,10 +67,11 @@ class SlowStepRow:
 
 @dataclass(slots=True)
 class LiveFigures:
-    """Reads one server again and again. `info` is the server's `/info`."""
+    """Reads one server again and again. `info` is the server's `/info`; `query` names one of several models there."""
 
     server: ServerConnection
     info: dict[str, Any]
+    query: str = ""
     slow: deque[SlowStepRow] = field(default_factory=lambda: deque(maxlen=MAX_SLOW_STEPS))
     _points: dict[str, deque[float]] = field(default_factory=dict)
     _before: tuple[float, dict[str, float]] | None = None
@@ -79,10 +81,13 @@ class LiveFigures:
     def kind(self) -> str:
         return str(self.info["model"]["kind"])
 
+    def _path(self, path: str) -> str:
+        return f"{path}{'&' if '?' in path else '?'}{self.query}" if self.query else path
+
     def read(self) -> list[LiveFigure]:
         """Return the figures of this moment, and set `slow`. Raises `ServerRefused`."""
         self._read_steps()
-        samples = parse_samples(self.server.get_text("/metrics"))
+        samples = parse_samples(self.server.get_text(self._path("/metrics")))
         rates = self._rates(samples)
         decodes = self.kind == "decoder"
         return [
@@ -161,10 +166,10 @@ class LiveFigures:
 
     def _read_steps(self) -> None:
         if self._next_step is None:
-            following = int(self.server.get_json(f"/info/steps?after={PAST_END}")["next"])
+            following = int(self.server.get_json(self._path(f"/info/steps?after={PAST_END}"))["next"])
             self._next_step = max(0, following - MAX_STEPS_BEHIND)
         for _ in range(1 + MAX_STEPS_BEHIND // STEPS_OF_A_RESPONSE):
-            found = self.server.get_json(f"/info/steps?after={self._next_step}")
+            found = self.server.get_json(self._path(f"/info/steps?after={self._next_step}"))
             steps, self._next_step = found["steps"], int(found["next"])
             rows = zip(steps["at"], steps["seconds"], steps["phase"], steps["tokens"], steps["cause"], strict=True)
             self.slow.extendleft(SlowStepRow(*row) for row in rows if row[-1])
@@ -172,18 +177,23 @@ class LiveFigures:
                 return
 
 
-def open_figures(server: ServerConnection) -> LiveFigures:
-    """Return the reader of a server's figures. Raises `ServerRefused`, also if it is no Armature."""
+def open_figures(server: ServerConnection, model: str | None = None) -> LiveFigures:
+    """Return the reader of a server's figures, of one of its models. Raises `ServerRefused`, also if it is no Armature."""
     try:
         server.get_json(f"/info/steps?after={PAST_END}")  # a wrong key is refused here, where /info only says less
     except ServerRefused as error:
         if error.status != 404:
             raise
         raise ServerRefused(f"{server.url} is no Armature: it has no /info/steps.", 404) from error
-    info = server.get_json("/info")
+    info = server.get_json("/info" if model is None else f"/info?{urlencode({'model': model})}")
+    several = [one["name"] for one in info.get("models", ())]
+    if model is not None and not any(model in one["names"] for one in info.get("models", ())):
+        raise ServerRefused(
+            f"{server.url} has no model {model!r}; it has {', '.join(several) or info['model']['name']}."
+        )
     if "model" not in info or "version" not in info:
         raise ServerRefused(f"{server.url} is not ready: {info.get('stage', 'it says nothing')}.")
-    return LiveFigures(server, info)
+    return LiveFigures(server, info, urlencode({"model": info["model"]["name"]}) if several else "")
 
 
 def _machine_figures(samples: MetricSamples, decodes: bool) -> list[LiveFigure]:

@@ -106,12 +106,20 @@ def deterministic_query_limit(config: ModelConfig, plan: ServingPlan) -> int | N
     """Return how many queries attention may compute together; None, without `deterministic`, for the fastest choice."""
     if not plan.steps.deterministic:
         return None
-    if not supports_heads(config.num_heads, config.num_kv_heads, config.head_dim):
+    if not _has_native_attention(config):
         raise PlanImpossible(
             f"deterministic is on, but our attention has no kernel for {config.num_heads} heads of {config.head_dim} over "
             f"{config.num_kv_heads}, and torch's depends on what else is in the batch: leave it off."
         )
-    return max_decode_queries(config.num_heads, config.num_kv_heads)
+    return _max_decode_queries(config)
+
+
+def _has_native_attention(config: ModelConfig) -> bool:
+    return all(supports_heads(config.num_heads, one.num_kv_heads, one.head_dim) for one in config.head_kinds)
+
+
+def _max_decode_queries(config: ModelConfig) -> int:
+    return min(max_decode_queries(config.num_heads, one.num_kv_heads) for one in config.head_kinds)
 
 
 def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTimeModel) -> Speculation | None:
@@ -121,8 +129,7 @@ def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTi
     """
     if not plan.steps.speculation:
         return None
-    native = supports_heads(config.num_heads, config.num_kv_heads, config.head_dim)
-    max_draft_tokens = max_decode_queries(config.num_heads, config.num_kv_heads) - 1 if native else MAX_DRAFT_TOKENS
+    max_draft_tokens = _max_decode_queries(config) - 1 if _has_native_attention(config) else MAX_DRAFT_TOKENS
     return Speculation(ngram_drafter, step_time_model, min(max_draft_tokens, MAX_DRAFT_TOKENS))
 
 

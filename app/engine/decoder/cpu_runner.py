@@ -231,7 +231,7 @@ class StepAttention:
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
         self._attends = True
-        kv = self._kv_cache.layers[layer].first_heads(heads.num_kv_heads)
+        kv = self._kv_cache.layers[layer].heads_of(heads)
         query = apply_rope_and_write_kv(heads, kv, self._written)
         if len(self._parts) < 2:
             return self._attend(query, kv, spec).flatten(1)

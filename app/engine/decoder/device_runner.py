@@ -75,7 +75,7 @@ class PagedAttention:
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
-        kv = self.kv_cache.layers[layer].first_heads(heads.num_kv_heads)
+        kv = self.kv_cache.layers[layer].heads_of(heads)
         query = apply_rope_and_write_kv(heads, kv, self.kv_rows)
         if spec.filters is not None:
             return paged_convolve_torch(query, kv, self.step, spec.filters).flatten(1)

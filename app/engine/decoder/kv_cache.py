@@ -51,7 +51,9 @@ class KvShape:
 
 
 def kv_shape_of(config: ModelConfig, num_slots: int, max_len: int) -> KvShape:
-    return KvShape(config.cache_layers, num_slots, max_len, config.cache_heads, config.head_dim, config.state_sizes)
+    return KvShape(
+        config.cache_layers, num_slots, max_len, config.cache_heads, config.cache_head_dim, config.state_sizes
+    )
 
 
 class KvCache:

@@ -71,14 +71,20 @@ class Placement:
 class KvSlots:
     """All slots and their common token budget; `num_slots` should be twice the number of running sequences.
 
-    `has_states`: a slot also holds the recurrent state after the sequence's last computed token, and no other. So a
-    prefix cannot be reused, and a fork copies the state.
+    `shares` False: nothing that a sequence computed is read by another one. `has_states`: a slot also holds the recurrent
+    state after the sequence's last computed token, and no other. So only a fork reads it, which copies the state.
     """
 
     def __init__(
-        self, num_slots: int, capacity_tokens: int, tokens_per_page: int = 1, has_states: bool = False
+        self,
+        num_slots: int,
+        capacity_tokens: int,
+        tokens_per_page: int = 1,
+        *,
+        shares: bool = True,
+        has_states: bool = False,
     ) -> None:
-        self.has_states = has_states
+        self.shares, self.has_states = shares and not has_states, has_states
         self.slots = [KvSlot(index) for index in range(num_slots)]
         self.tokens_per_page = tokens_per_page
         self.capacity_tokens = capacity_tokens // tokens_per_page * tokens_per_page
@@ -128,7 +134,7 @@ class KvSlots:
         slot.running = False
         slot.token_ids = slot.token_ids[: slot.num_tokens]
         self._tick(slot)
-        self._shrink(slot, max(min(keep, slot.num_tokens), self._pinned(slot)))
+        self._shrink(slot, max(min(keep if self.shares else 0, slot.num_tokens), self._pinned(slot)))
 
     def take_released(self) -> tuple[tuple[int, int, int], ...]:
         """Return the pages no longer accounted for, once each, as (slot, first position, end position)."""
@@ -384,7 +390,7 @@ class KvAllocator:
         """Take the slot back. The first `keep` computed tokens stay cached."""
         assert sequence.slot is not None, "a running sequence has a slot"
         self._copies = [copy for copy in self._copies if copy.target != sequence.slot]
-        self.pool.release(sequence.slot, 0 if self.pool.has_states else keep)
+        self.pool.release(sequence.slot, keep)
         sequence.slot, sequence.prefix_slot, sequence.prefix_tokens, sequence.num_computed = None, None, 0, 0
 
     def take_copies(self) -> tuple[KvCopy, ...]:
@@ -392,10 +398,10 @@ class KvAllocator:
         return copies
 
     def _placements(self, sequence: Sequence) -> Iterator[Placement]:
+        if not self.pool.shares:
+            return iter((Placement(),))
         # The prompt of a further choice was computed in order to be shared, so any length is reused. A beam search
         # begins in a slot without a shared prefix, because its beams will share that slot.
-        if self.pool.has_states:
-            return iter((Placement(),))
         minimum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1
         return placements(
             self.pool.slots,

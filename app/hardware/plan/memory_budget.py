@@ -21,6 +21,7 @@ GIB, MIB = 2**30, 2**20
 # Resident memory without a model, measured on x86-64 Linux: Python, FastAPI and torch 240 MiB, oneDNN's first product
 # 40, a large tokenizer 100.
 _PROCESS_BYTES = 400 * 2**20
+MODEL_SHARE = "this model's share, memory_bytes"
 
 _SLACK_DIVISOR = 16  # 1/16 is left for page tables, the allocator and the kernel
 
@@ -276,6 +277,8 @@ def available_memory(facts: Facts, node: int | None) -> tuple[int, str]:
         choices.append((given, f"memory nodes {', '.join(map(str, facts.memory_node_ids))}, as the cpuset allows"))
     if facts.commit_left_bytes is not None:
         choices.append((facts.commit_left_bytes, "the address space left under vm.overcommit_memory=2"))
+    if facts.share_bytes is not None:
+        choices.append((facts.share_bytes, MODEL_SHARE))
     return min(choices)
 
 
@@ -351,10 +354,13 @@ def find_device_memory(facts: Facts, settings: Settings, kind: str, gpu: CudaDev
             f"available of {format_bytes(facts.memory_limit_bytes)}: give it more memory."
         )
     free = gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes
+    source = f"free of {format_bytes(gpu.memory_bytes)} on {gpu.name}"
+    if facts.share_bytes is not None:
+        free, source = min((free, source), (facts.share_bytes, MODEL_SHARE))
     return DeviceMemory(
         kind,
         free,
-        f"free of {format_bytes(gpu.memory_bytes)} on {gpu.name}",
+        source,
         taken,
         "the driver's context, captured steps",
         f"The host only maps the files; the process takes about {format_bytes(HOST_BYTES)} of its {format_bytes(facts.usable_bytes)}.",

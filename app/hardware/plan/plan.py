@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.errors import NoRecipe, PlanImpossible
@@ -14,6 +14,7 @@ from app.hardware.plan import capacity, devices, memory_budget, speed
 from app.hardware.plan import threads as parallel
 from app.hardware.plan.capacity import MemoryCapacity
 from app.hardware.plan.devices import DEVICE_KERNELS, DeviceChoice, DevicePlan
+from app.hardware.plan.engine import BY_TRANSFORMERS, decide_engine
 from app.hardware.plan.memory_budget import MemoryDemand
 from app.hardware.plan.precision import (
     QUANTIZED_PRECISIONS,
@@ -113,6 +114,8 @@ def _itl_target(settings: Settings, served: StepOptionInputs) -> Decision[float 
 
 
 def _decide_recording(settings: Settings, served: StepOptionInputs) -> Decision[bool]:
+    if served.needs is not None and served.needs.engine == "transformers":
+        return Decision(False, f"{BY_TRANSFORMERS.capitalize()}; only native operations can be recorded.")
     if settings.compile == "off":
         return Decision(False, "Asked for: every step runs in Python.")
     if served.needs is not None and served.needs.kind == "program":
@@ -162,6 +165,8 @@ def _program_recording(settings: Settings) -> Decision[bool]:
 
 
 def _calibrate(settings: Settings, measurements: Measurements | None, served: StepOptionInputs) -> Decision[bool]:
+    if served.needs is not None and served.needs.engine == "transformers":
+        return Decision(False, f"{BY_TRANSFORMERS.capitalize()}; only native engines are measured.")
     if settings.calibrate == "off":
         return Decision(False, "Asked for: decided from facts alone.")
     if served.needs is not None and served.needs.rows_vary:
@@ -189,6 +194,8 @@ def _calibrate(settings: Settings, measurements: Measurements | None, served: St
 def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]:
     if settings.speculation == "off":
         return Decision(False, "Asked for.")
+    if served.needs is not None and served.needs.engine == "transformers":
+        return Decision(False, f"{BY_TRANSFORMERS.capitalize()}, which verifies no drafts here.")
     if served.device != "cpu" or (served.needs is not None and not served.needs.generates):
         return Decision(False, "Only for models that generate, on processors.")
     if served.has_state:
@@ -373,6 +380,8 @@ def make_plan(
 ) -> ServingPlan:
     """Decide everything. Raises `PlanImpossible` or `NoRecipe` for what cannot be satisfied."""
     check_torch_can_run(facts)
+    if settings.memory_bytes != "auto":
+        facts = replace(facts, share_bytes=settings.memory_bytes)
     choice = devices.choose_device(facts, settings, needs, recipes)
     try:
         return _plan_on(choice, facts, measurements, settings, needs, recipes)
@@ -397,6 +406,8 @@ def _plan_on(
     kind = choice.plan.device
     device = memory_budget.find_device_memory(facts, settings, kind, choice.gpu)
     kernels = software.decide_native_kernels(facts) if device is None else devices.decide_device_kernels(kind)
+    if decide_engine(settings, needs).value == "transformers":
+        kernels = Decision(TORCH_KERNELS, f"{BY_TRANSFORMERS.capitalize()} with torch's own products.")
     all_threads = _decide_threads(facts, settings, kind)
     node, trials = all_threads.numa_node, TrialTimings.from_measurements(measurements)
     built = available_precisions(recipes, kind, facts.architecture, settings)

@@ -14,6 +14,7 @@ from app.hardware.facts import Facts
 from app.hardware.plan import precision
 from app.hardware.plan.capacity import decide_step_tokens
 from app.hardware.plan.devices import decide_kernel_folder
+from app.hardware.plan.engine import decide_engine
 from app.hardware.plan.memory_budget import (
     KV_PRECISIONS,
     MIN_BATCH_TOKENS,
@@ -57,6 +58,7 @@ class WeightsAndKv(PlanPart):
     None is not used.
     """
 
+    engine: Decided[str] = Decided(ALL_KINDS)
     precision: Decided[str] = Decided(ALL_KINDS)
     dtype: Decided[Dtype] = Decided()
     keep_layers: Decided[tuple[tuple[str, str], ...]] = Decided(("decoder",))
@@ -99,6 +101,7 @@ def decide_weights_and_kv(
         final_demand = MemoryDemand(candidates.needs, chosen.value, kv_precision.value, node)
         copy = decide_int8_copy(settings, chosen.value, _copy_gain(candidates, final_demand, trials, threads))
     return WeightsAndKv(
+        engine=decide_engine(settings, candidates.needs),
         precision=chosen,
         dtype=dtype,
         keep_layers=precision.decide_kept_layers(settings, chosen.value, kind),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from app.errors import CheckpointInvalid
+from app.errors import CheckpointInvalid, NotNative
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES, refusal
 from app.models.decoders.family import DecoderFamily, Fields
@@ -21,6 +21,7 @@ from app.models.decoders.layer_config import (
     ConvolutionConfig,
     ExpertsConfig,
     HeadNormConfig,
+    HeadSizes,
     LatentConfig,
     NormConfig,
     Placement,
@@ -56,6 +57,7 @@ class ModelConfig:
     hidden states, `head_norm` those of queries and keys. `shares_norm`: the two branches of a parallel layer have the same
     norm. `is_gated`: act(gate x) * up x instead of act(up x). `fused_qkv` and `fused_gate_up`: the checkpoint holds them as
     one tensor each. `num_positions`: learned positions, from row `first_position` of their table; 0: none.
+    `sinusoids`: that table is computed.
     `interleaved_rope`: the checkpoint orders the rows of queries and keys for a rotation of neighbours. `experts`: the mixture
     of experts that some layers have; `intermediate_size` is that of the other layers. `latent`:
     attention is latent, and `head_dim` is the size of a head of queries and keys. `convolution`: some layers have a short
@@ -64,8 +66,10 @@ class ModelConfig:
     `inner_sizes`: the inner size of the MLP of each layer; empty: `intermediate_size`. `gate_deviations`: for each layer,
     how many standard deviations above the mean gates begin to count; None: all count. `altup`: a token has several hidden
     states. The last `shared_kv_layers` layers have no keys and values: each reads those of the last layer before them with
-    the same window. `recurrent`: some layers have a recurrent state in place of attention. `has_output_gate`: the result of
-    attention is multiplied by the sigmoid of gates, which the product of queries computes too.
+    the same window. `full_heads`: layers with full attention have other heads of keys and values. `layer_factors`: the
+    result of a layer is multiplied by a stored number. `recurrent`: some layers have a recurrent state in place of
+    attention. `has_output_gate`: the result of attention is multiplied by the sigmoid of gates, which the product of
+    queries computes too.
     """
 
     architecture: str
@@ -97,6 +101,7 @@ class ModelConfig:
     interleaved_rope: bool = False
     num_positions: int = 0
     first_position: int = 0
+    sinusoids: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -111,6 +116,8 @@ class ModelConfig:
     gate_deviations: tuple[float | None, ...] = ()
     altup: AltUpConfig | None = None
     shared_kv_layers: int = 0
+    full_heads: HeadSizes | None = None
+    layer_factors: bool = False
     recurrent: RecurrentConfig | None = None
     has_output_gate: bool = False
 
@@ -125,9 +132,25 @@ class ModelConfig:
     @property
     def cache_heads(self) -> int:
         """The heads of keys, and of values, in a row of the cache; a short convolution may need more than attention."""
-        if self.convolution is None:
-            return self.num_kv_heads
-        return max(self.num_kv_heads, self.hidden_size // (2 * self.head_dim))
+        if self.convolution is not None:
+            return max(self.num_kv_heads, self.hidden_size // (2 * self.head_dim))
+        return self.num_kv_heads if self.full_heads is None else max(self.num_kv_heads, self.full_heads.num_kv_heads)
+
+    @property
+    def cache_head_dim(self) -> int:
+        """The elements of these heads; a layer may have fewer heads that are larger."""
+        if self.full_heads is None:
+            return self.head_dim
+        elements = self.full_heads.num_kv_heads * self.full_heads.head_dim
+        return max(self.head_dim, -(-elements // self.cache_heads))
+
+    @property
+    def head_kinds(self) -> tuple[HeadSizes, ...]:
+        plain = HeadSizes(self.num_kv_heads, self.head_dim)
+        return (plain,) if self.full_heads is None else (plain, self.full_heads)
+
+    def heads(self, layer: int) -> HeadSizes:
+        return self.head_kinds[-1] if self.windows[layer] is None else self.head_kinds[0]
 
     @property
     def cache_layers(self) -> int:
@@ -201,25 +224,30 @@ def _unscaled_branches(fields: Fields) -> ModelConfig:
 
 
 def decoder_architecture(values: Mapping[str, Any]) -> str:
-    """Return the first supported name in `architectures`, or the family of `model_type` if there is none."""
+    """Return the first supported name in `architectures`, or the family of `model_type` if there is none.
+
+    A class whose text model can be one of several has a row for each of them: the name, a slash, the type of the text model.
+    """
     names = values.get("architectures") or [
         name for name, family in DECODER_FAMILIES.items() if family.model_type == values.get("model_type")
     ]
     listed = [str(name) for name in names] if isinstance(names, list) else []
     known = [name for name in (OTHER_NAMES.get(name, name) for name in listed) if name in DECODER_FAMILIES]
     if not known:
-        raise CheckpointInvalid(f"config.json: {refusal(listed, str(values.get('model_type')))}")
-    if values.get("use_bidirectional_attention"):
+        raise NotNative(f"config.json: {refusal(listed, str(values.get('model_type')))}")
+    if values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise CheckpointInvalid(
             "config.json: use_bidirectional_attention makes this decoder an encoder. It is served for embeddings with the architecture"
             " of its plain Model, or with a modules.json."
         )
-    return known[0]
+    inner = values.get("text_config")
+    of_text = f"{known[0]}/{inner.get('model_type')}" if isinstance(inner, Mapping) else ""
+    return of_text if of_text in DECODER_FAMILIES else known[0]
 
 
 def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigReader:
     config = ConfigReader(values)
-    if family.text_config is not None:
+    if family.text_config is not None and config.has(family.text_config):
         inner = config.section(family.text_config)
         # The embeddings are tied if either place says so: transformers writes it to one of them.
         shared = {name: values[name] for name in ("tie_word_embeddings",) if name in values}

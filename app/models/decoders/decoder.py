@@ -35,7 +35,7 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device) -> None:
         frequencies, self.scale = _KINDS[rope.kind](rope, max_model_len)
-        self.frequencies = frequencies.to(device)
+        self.frequencies = (-frequencies if rope.backwards else frequencies).to(device)
 
     def __call__(self, positions: Tensor) -> RopeAngles:
         """Map positions [tokens] to cos and signed sin [tokens, 1, dim]."""
@@ -168,6 +168,19 @@ class Embedding(nn.Module):
         add_embedding_rows(hidden, self.weight, ids, self.factor)
 
 
+class SinusoidalPositions(Embedding):
+    """Sines, then cosines, of positions from `first` on times frequencies from 1 to 1/10,000, which no file holds."""
+
+    def __init__(self, rows: int, size: int, first: int) -> None:
+        super().__init__("", rows, size, first=first)
+
+    def fill(self, device: torch.device | None) -> None:
+        rows, half = self.weight.shape[0], self.weight.shape[1] // 2
+        frequencies = torch.exp(torch.arange(half, device="cpu") * (-math.log(10_000) / (half - 1)))
+        angles = torch.arange(self.first, self.first + rows, device="cpu")[:, None] * frequencies
+        self.weight = nn.Parameter(torch.cat((angles.sin(), angles.cos()), 1).to(device or "cpu"), requires_grad=False)
+
+
 def output_layer(config: ModelConfig) -> Linear:
     """Return the layer from hidden rows to logits; with tied embeddings its weight is the embedding's."""
     source = "model.embed_tokens" if config.tie_embeddings else "lm_head"
@@ -176,7 +189,9 @@ def output_layer(config: ModelConfig) -> Linear:
 
 def decoder_layer(config: ModelConfig, layer: int, dtype: torch.dtype) -> DecoderLayer | AltUpLayer:
     return (
-        DecoderLayer(config, layer, dtype) if config.altup is None else AltUpLayer(config, config.altup, layer, dtype)
+        DecoderLayer(config, layer, dtype)
+        if config.altup is None or config.altup.num_streams == 1
+        else AltUpLayer(config, config.altup, layer, dtype)
     )
 
 
@@ -184,7 +199,9 @@ def position_embedding(config: ModelConfig) -> Embedding | None:
     if not config.num_positions:
         return None
     rows, first = config.num_positions, config.first_position
-    return Embedding("model.embed_positions", rows, config.hidden_size, config.embedding_scale, first)
+    if config.sinusoids:
+        return SinusoidalPositions(rows, config.hidden_size, first)
+    return Embedding("model.embed_positions", rows, config.hidden_size, first=first)
 
 
 def layer_input_table(config: ModelConfig, altup: AltUpConfig) -> Embedding:

@@ -4,142 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
+from app.models.decoders import expert_values
 from app.models.decoders import family_values as values
+from app.models.decoders.families_experts import EXPERT_FAMILIES
 from app.models.decoders.families_layer_norm import LAYER_NORM_FAMILIES
 from app.models.decoders.families_recurrent import RECURRENT_FAMILIES
 from app.models.decoders.family import DecoderFamily, layer_names
 from app.models.decoders.layer_config import HeadNormConfig, NormConfig
 
 _PER_HEAD = HeadNormConfig()
-
-# Until `read`, `head_dim` is the part of a head with rotary embeddings, which is what saved files call it too.
-_LATENT: Mapping[str, Any] = {
-    "aliases": {"head_dim": "qk_rope_head_dim", "n_routed_experts": "num_local_experts"},
-    "head_dim": 64,
-    "parts": {".mlp.shared_experts.": ".mlp.shared_expert."},
-    "has_more_layers": True,
-}
-_MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-
-EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
-    "MixtralForCausalLM": DecoderFamily(
-        model_type="mixtral",
-        title="Mixtral",
-        attention_biases="none",
-        eps=1e-5,
-        theta=1_000_000.0,
-        slides=lambda config, layer: True,
-        read=values.mixtral,
-        parts=_MIXTRAL,
-    ),
-    "PhimoeForCausalLM": DecoderFamily(
-        model_type="phimoe",
-        title="Phi-3.5-MoE",
-        norm=NormConfig(kind="layer", has_bias=True),
-        eps=1e-5,
-        theta=1_000_000.0,
-        slides=lambda config, layer: True,
-        read=values.phimoe,
-        parts=_MIXTRAL,
-    ),
-    "Ernie4_5_MoeForCausalLM": DecoderFamily(
-        model_type="ernie4_5_moe",
-        title="Ernie 4.5 with experts",
-        tie_embeddings=True,
-        attention_biases="none",
-        theta=500_000.0,
-        eps=1e-5,
-        interleaved=True,
-        read=values.ernie_moe,
-        parts={".mlp.shared_experts.": ".mlp.shared_expert.", ".mlp.moe_statics.": ".mlp.gate."},
-        ignored=("model.mtp_",),
-    ),
-    "Qwen2MoeForCausalLM": DecoderFamily(
-        model_type="qwen2_moe",
-        aliases={"num_experts": "num_local_experts"},
-        title="Qwen 1.5 and 2 with experts",
-        window=4096,
-        attention_biases="qkv",
-        slides=values.qwen_slides,
-        read=values.qwen2_moe,
-    ),
-    "Qwen3MoeForCausalLM": DecoderFamily(
-        model_type="qwen3_moe",
-        aliases={"num_experts": "num_local_experts"},
-        title="Qwen 3 with experts",
-        window=4096,
-        head_norm=_PER_HEAD,
-        slides=lambda config, layer: True,
-        read=values.qwen3_moe,
-    ),
-    "OlmoeForCausalLM": DecoderFamily(
-        model_type="olmoe",
-        aliases={"num_experts": "num_local_experts"},
-        title="OLMoE",
-        eps=1e-5,
-        head_norm=HeadNormConfig(scope="together"),
-        read=values.olmoe,
-    ),
-    "GraniteMoeForCausalLM": DecoderFamily(
-        model_type="granitemoe",
-        title="Granite 3 with experts",
-        read=values.granite_moe,
-        parts={
-            "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
-            "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
-            "block_sparse_moe.router.layer.": "mlp.gate.",
-        },
-    ),
-    "GptOssForCausalLM": DecoderFamily(
-        model_type="gpt_oss",
-        title="gpt-oss (20B, 120B)",
-        head_dim=64,
-        theta=150_000.0,
-        eps=1e-5,
-        window=128,
-        fields={"activation": "swiglu_oai", "mlp_bias": True, "has_sinks": True},
-        slides=lambda config, layer: layer % 2 == 0,
-        read=values.gpt_oss,
-        parts={".mlp.router.": ".mlp.gate."},
-        expert_layout="interleaved",
-    ),
-    "Glm4MoeForCausalLM": DecoderFamily(
-        model_type="glm4_moe",
-        aliases={"n_routed_experts": "num_local_experts"},
-        title="GLM 4.5 and newer with experts",
-        partial=0.5,
-        attention_biases="config_qkv",
-        eps=1e-5,
-        head_norm=_PER_HEAD,
-        read=values.glm4_moe,
-        parts={".mlp.shared_experts.": ".mlp.shared_expert."},
-        has_more_layers=True,
-    ),
-    "DeepseekV2ForCausalLM": DecoderFamily(
-        model_type="deepseek_v2",
-        title="DeepSeek-V2, its Lite and Coder models",
-        has_mlp_bias=True,
-        read=values.deepseek_v2,
-        **_LATENT,
-    ),
-    "DeepseekV3ForCausalLM": DecoderFamily(
-        model_type="deepseek_v3",
-        title="DeepSeek-V3, V3.1 and R1; Moonlight and Kimi K2 with a tokenizer.json",
-        read=values.deepseek_v3,
-        **_LATENT,
-    ),
-    "Glm4MoeLiteForCausalLM": DecoderFamily(
-        model_type="glm4_moe_lite",
-        title="GLM 4.7 Flash",
-        eps=1e-5,
-        read=values.glm4_moe_lite,
-        **_LATENT,
-    ),
-}
-
-
 _RMS_PLUS_1 = NormConfig("rms", offset=1.0)
 _GEMMA3 = DecoderFamily(
     model_type="gemma3_text",
@@ -158,12 +32,40 @@ _GEMMA3 = DecoderFamily(
     read=values.gemma3,
     embeds=True,
 )
-# Names of the text half of a model that also reads pictures or sounds.
-_GEMMA_TEXT = {
+# Names of the text half of a model that also reads pictures or sounds, and of the other halves.
+_TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
+_OTHER_HALVES = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in (
+        "vision_tower",
+        "audio_tower",
+        "embed_vision",
+        "embed_audio",
+        "multi_modal_projector",
+        "visual",
+        "vision_embedder",
+    )
+)
+
+
+def _text_half(family: DecoderFamily, model_type: str, title: str) -> DecoderFamily:
+    """Return the family of models of which only the text half is served: a decoder of this family."""
+    return replace(
+        family,
+        model_type=model_type,
+        title=title,
+        text_config="text_config",
+        prefixes=_TEXT_PREFIXES,
+        ignored=(*_OTHER_HALVES, *family.ignored),
+        embeds=False,
+    )
+
+
 _GEMMA3N = DecoderFamily(
     model_type="gemma3n_text",
     title="Gemma 3n, its text model alone",
@@ -179,6 +81,35 @@ _GEMMA3N = DecoderFamily(
     fields={"placement": "sandwich"},
     slides=lambda config, layer: (layer + 1) % 5 != 0,
     read=values.gemma3n,
+)
+
+_GEMMA4 = DecoderFamily(
+    model_type="gemma4_text",
+    title="Gemma 4 (E2B, E4B, 31B, 26B-A4B), its text model alone",
+    window=512,
+    tie_embeddings=True,
+    head_dim=256,
+    theta=1_000_000.0,
+    sliding_ropes=True,
+    local_theta=10_000.0,
+    head_norm=HeadNormConfig(values=True),
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    fields={"placement": "sandwich"},
+    slides=expert_values.gemma4_slides,
+    read=expert_values.gemma4,
+    parts={
+        ".router.proj.": ".mlp.gate.",
+        ".router.per_expert_scale": ".mlp.gate.per_expert_scale",
+        ".router.scale": ".mlp.router_norm.weight",
+        ".experts.": ".mlp.experts.",
+    },
+)
+_GEMMA4_UNIFIED = replace(
+    _GEMMA4,
+    model_type="gemma4_unified_text",
+    title="Gemma 4 12B, its text model alone",
+    window=1024,
+    read=expert_values.gemma4_unified,
 )
 
 _LFM2 = DecoderFamily(
@@ -208,6 +139,42 @@ _LFM2 = DecoderFamily(
     },
 )
 
+_MISTRAL = DecoderFamily(
+    model_type="mistral",
+    title="Mistral",
+    window=4096,
+    attention_biases="none",
+    slides=lambda config, layer: True,
+    embeds=True,
+)
+_MINISTRAL3 = DecoderFamily(
+    model_type="ministral3",
+    title="Ministral 3, up to the context it was first trained with",
+    eps=1e-5,
+    head_dim=128,
+    theta=1_000_000.0,
+    attention_biases="none",
+    slides=lambda config, layer: True,
+    read=values.ministral3,
+)
+_QWEN2 = DecoderFamily(
+    model_type="qwen2",
+    title="Qwen 2 and 2.5",
+    window=4096,
+    attention_biases="qkv",
+    slides=values.qwen_slides,
+    embeds=True,
+)
+_QWEN3 = DecoderFamily(
+    model_type="qwen3",
+    title="Qwen 3",
+    window=4096,
+    head_dim=128,
+    head_norm=_PER_HEAD,
+    slides=values.qwen_slides,
+    embeds=True,
+)
+
 # The defaults are those of transformers' configuration classes, which omit default values from a saved config.json.
 DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     "LlamaForCausalLM": DecoderFamily(
@@ -216,31 +183,9 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         has_mlp_bias=True,
         embeds=True,
     ),
-    "MistralForCausalLM": DecoderFamily(
-        model_type="mistral",
-        title="Mistral",
-        window=4096,
-        attention_biases="none",
-        slides=lambda config, layer: True,
-        embeds=True,
-    ),
-    "Qwen2ForCausalLM": DecoderFamily(
-        model_type="qwen2",
-        title="Qwen 2 and 2.5",
-        window=4096,
-        attention_biases="qkv",
-        slides=values.qwen_slides,
-        embeds=True,
-    ),
-    "Qwen3ForCausalLM": DecoderFamily(
-        model_type="qwen3",
-        title="Qwen 3",
-        window=4096,
-        head_dim=128,
-        head_norm=_PER_HEAD,
-        slides=values.qwen_slides,
-        embeds=True,
-    ),
+    "MistralForCausalLM": _MISTRAL,
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": _QWEN3,
     "Phi3ForCausalLM": DecoderFamily(
         model_type="phi3",
         title="Phi-3, Phi-4",
@@ -274,32 +219,13 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         embeds=True,
     ),
     "Gemma3ForCausalLM": _GEMMA3,
-    # The text half of a model that also reads pictures, which it does not here.
-    "Gemma3ForConditionalGeneration": replace(
-        _GEMMA3,
-        model_type="gemma3",
-        title="Gemma 3 (4B and larger), text only",
-        text_config="text_config",
-        prefixes=_GEMMA_TEXT,
-        ignored=(
-            *("vision_tower.", "multi_modal_projector."),
-            *("model.vision_tower.", "model.multi_modal_projector."),
-        ),
-        embeds=False,
-    ),
+    "Gemma3ForConditionalGeneration": _text_half(_GEMMA3, "gemma3", "Gemma 3 (4B and larger), text only"),
     "Gemma3nForCausalLM": _GEMMA3N,
-    "Gemma3nForConditionalGeneration": replace(
-        _GEMMA3N,
-        model_type="gemma3n",
-        title="Gemma 3n, text only",
-        text_config="text_config",
-        prefixes=_GEMMA_TEXT,
-        ignored=tuple(
-            f"{prefix}{part}."
-            for prefix in ("", "model.")
-            for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
-        ),
-    ),
+    "Gemma3nForConditionalGeneration": _text_half(_GEMMA3N, "gemma3n", "Gemma 3n, text only"),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": _text_half(_GEMMA4, "gemma4", "Gemma 4, text only"),
+    "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": _text_half(_GEMMA4_UNIFIED, "gemma4_unified", "Gemma 4 12B, text only"),
     "GemmaForCausalLM": DecoderFamily(
         model_type="gemma",
         title="Gemma 1",
@@ -323,6 +249,17 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     ),
     "GraniteForCausalLM": DecoderFamily(
         model_type="granite", title="Granite 3 (dense)", has_mlp_bias=True, read=values.granite
+    ),
+    "GraniteSWAForCausalLM": DecoderFamily(
+        model_type="granite_swa",
+        title="Granite with sinks and windows",
+        window=128,
+        tie_embeddings=True,
+        eps=1e-5,
+        has_mlp_bias=True,
+        fields={"has_sinks": True},
+        slides=lambda config, layer: layer % 4 != 0,
+        read=values.granite_swa,
     ),
     "HyperCLOVAXForCausalLM": DecoderFamily(
         model_type="hyperclovax",
@@ -383,16 +320,19 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         attention_biases="none",
         slides=lambda config, layer: True,
     ),
-    "Ministral3ForCausalLM": DecoderFamily(
-        model_type="ministral3",
-        title="Ministral 3, up to the context it was first trained with",
-        eps=1e-5,
-        head_dim=128,
-        theta=1_000_000.0,
-        attention_biases="none",
-        slides=lambda config, layer: True,
-        read=values.ministral3,
+    "Ministral3ForCausalLM": _MINISTRAL3,
+    "Mistral3ForConditionalGeneration": _text_half(_MISTRAL, "mistral3", "Mistral Small 3, text only"),
+    "Mistral3ForConditionalGeneration/ministral3": _text_half(
+        _MINISTRAL3, "mistral3", "Ministral 3, text only, up to the context it was first trained with"
     ),
+    "Mistral3ForConditionalGeneration/mistral4": _text_half(
+        EXPERT_FAMILIES["Mistral4ForCausalLM"],
+        "mistral3",
+        "Mistral Small 4, text only, up to the context it was first trained with",
+    ),
+    "Qwen2VLForConditionalGeneration": _text_half(_QWEN2, "qwen2_vl", "Qwen2-VL, text only"),
+    "Qwen2_5_VLForConditionalGeneration": _text_half(_QWEN2, "qwen2_5_vl", "Qwen2.5-VL, text only"),
+    "Qwen3VLForConditionalGeneration": _text_half(_QWEN3, "qwen3_vl", "Qwen3-VL, text only"),
     "SeedOssForCausalLM": DecoderFamily(
         model_type="seed_oss", title="Seed-OSS", head_dim=128, has_mlp_bias=True, read=values.seed_oss
     ),
@@ -424,6 +364,16 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         has_mlp_bias=True,
         activation=("hidden_act", "relu2"),
         fields={"is_gated": False},
+    ),
+    "NanoChatForCausalLM": DecoderFamily(
+        model_type="nanochat",
+        title="nanochat",
+        norm=NormConfig(has_weight=False),
+        head_norm=HeadNormConfig(after_rope=True, has_weight=False),
+        activation=("hidden_act", "relu2"),
+        fields={"is_gated": False, "embedding_norm": True},
+        read=values.nanochat,
+        names=layer_names("model.layers", {"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"}),
     ),
     "ApertusForCausalLM": DecoderFamily(
         model_type="apertus",
@@ -485,7 +435,7 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         model_type="lfm2_moe",
         title="LFM2 with experts",
         aliases={"num_experts": "num_local_experts"},
-        read=values.lfm2_moe,
+        read=expert_values.lfm2_moe,
         parts={"feed_forward.expert_bias": "feed_forward.gate.e_score_correction_bias", **_LFM2.parts},
     ),
     "CwmForCausalLM": DecoderFamily(
@@ -529,7 +479,16 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
         *("Mamba", "FalconMamba", "FalconH1", "Jamba", "Zamba", "NemotronH"),
     ),
     "recurrent layers with a state, such as linear attention": (
-        *("Rwkv", "RecurrentGemma", "MiniMax", "KimiLinear", "OlmoHybrid", "xLSTM"),
+        *(
+            "Rwkv",
+            "RecurrentGemma",
+            "MiniMaxFor",
+            "MiniMaxText",
+            "MiniMaxM1",
+            "KimiLinear",
+            "OlmoHybrid",
+            "xLSTM",
+        ),
     ),
     "an encoder that reads the text and a decoder that attends to it": (
         *("T5", "MT5", "UMT5", "Bart", "MBart", "Pegasus", "Marian", "BigBirdPegasus", "LED", "SwitchTransformers"),
@@ -537,17 +496,15 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "speech": ("Whisper", "Speech", "Wav2Vec", "Voxtral", "Moshi", "Qwen2Audio"),
     "pictures": (
-        *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Llava", "Idefics", "PaliGemma", "Mllama", "InternVL", "Mistral3"),
-        *("SmolVLM", "Gemma4", "Phi4Multimodal", "DeepseekVL", "Ovis", "Molmo", "Glm4v", "Pixtral", "Qwen2_5Omni"),
+        *("Qwen3VLMoe", "Llava", "Idefics", "PaliGemma", "Mllama", "InternVL"),
+        *("SmolVLM", "Phi4Multimodal", "DeepseekVL", "Ovis", "Molmo", "Glm4v", "Pixtral", "Qwen2_5Omni"),
         *("Lfm2Vl", "Lfm3Vl"),
     ),
     "chunked attention and experts that alternate with dense layers": ("Llama4",),
+    "the keys and values of another model": ("Gemma4Assistant", "Gemma4UnifiedAssistant"),
     "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "weights of one and a half bits": ("BitNet",),
-    "a mixture of experts of its own kind": (
-        *("GraniteMoeShared", "Dots1", "HunYuanMoE", "Cohere2Moe"),
-        *("FlexOlmo", "Jetmoe", "Dbrx", "ExaoneMoe"),
-    ),
+    "a mixture of experts of its own kind": (*("JetMoe", "Dbrx", "LongcatFlash"),),
 }
 
 

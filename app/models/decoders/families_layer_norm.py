@@ -20,6 +20,7 @@ _GPT = {
 _GPT_TOP = {"wte": "model.embed_tokens", "wpe": "model.embed_positions", "ln_f": "model.norm"}
 _GPT_NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
 _FC_MLP = {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
+_GPT2_LAYER = {"attn.c_attn": "self_attn.qkv_proj", "attn.c_proj": "self_attn.o_proj", **_GPT_NORMS, **_FC_MLP}
 _NEOX_MLP = {"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"}
 _FALCON_LAYER = {
     "self_attention.query_key_value": "self_attn.qkv_proj",
@@ -27,6 +28,13 @@ _FALCON_LAYER = {
     "input_layernorm": "input_layernorm",
     "post_attention_layernorm": "post_attention_layernorm",
     **_NEOX_MLP,
+}
+_FAIRSEQ_LAYER = {
+    "self_attn.out_proj": "self_attn.o_proj",
+    "self_attn_layer_norm": "input_layernorm",
+    "final_layer_norm": "post_attention_layernorm",
+    "fc1": "mlp.up_proj",
+    "fc2": "mlp.down_proj",
 }
 _QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -145,15 +153,28 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
         },
         read=values.gpt2,
         prefixes={"transformer.": ""},
-        names={
-            **_GPT_TOP,
-            **layer_names(
-                "h",
-                {"attn.c_attn": "self_attn.qkv_proj", "attn.c_proj": "self_attn.o_proj", **_GPT_NORMS, **_FC_MLP},
-            ),
-        },
+        names={**_GPT_TOP, **layer_names("h", _GPT2_LAYER)},
         computed=(".attn.bias", ".attn.masked_bias"),
         transposed=True,
+    ),
+    "GPTBigCodeForCausalLM": DecoderFamily(
+        model_type="gpt_bigcode",
+        title="StarCoder 1, SantaCoder",
+        aliases=_GPT,
+        tie_embeddings=True,
+        norm=_LAYER_NORM,
+        norm_eps="layer_norm_epsilon",
+        eps=1e-5,
+        activation=("activation_function", "gelu_pytorch_tanh"),
+        fields={
+            "is_gated": False,
+            "fused_qkv": True,
+            **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True),
+        },
+        read=values.gpt_bigcode,
+        prefixes={"transformer.": ""},
+        names={**_GPT_TOP, **layer_names("h", _GPT2_LAYER)},
+        computed=(".attn.bias", ".attn.masked_bias"),
     ),
     "GPTNeoForCausalLM": DecoderFamily(
         model_type="gpt_neo",
@@ -243,6 +264,42 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
         },
         computed=(".attn.bias", ".attn.masked_bias"),
     ),
+    "CodeGenForCausalLM": DecoderFamily(
+        model_type="codegen",
+        title="CodeGen 1 and 2",
+        aliases=_GPT,
+        interleaved=True,
+        norm=_LAYER_NORM,
+        norm_eps="layer_norm_epsilon",
+        eps=1e-5,
+        attention_biases="none",
+        activation=("activation_function", "gelu_new"),
+        fields={
+            "is_gated": False,
+            "mlp_bias": True,
+            "logits_bias": True,
+            "placement": "parallel",
+            "shares_norm": True,
+            "fused_qkv": True,
+            "qkv_layout": "quarters",
+        },
+        read=values.codegen,
+        prefixes={"transformer.": ""},
+        names={
+            **_GPT_TOP,
+            **layer_names(
+                "h",
+                {
+                    "attn.qkv_proj": "self_attn.qkv_proj",
+                    "attn.out_proj": "self_attn.o_proj",
+                    "mlp.fc_in": "mlp.up_proj",
+                    "mlp.fc_out": "mlp.down_proj",
+                    **_GPT_NORMS,
+                },
+            ),
+        },
+        computed=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),
+    ),
     "OPTForCausalLM": DecoderFamily(
         model_type="opt",
         title="OPT (without 350M)",
@@ -256,15 +313,35 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
             "model.final_layer_norm": "model.norm",
             **layer_names(
                 "model.layers",
-                {
-                    "self_attn.out_proj": "self_attn.o_proj",
-                    "self_attn_layer_norm": "input_layernorm",
-                    "final_layer_norm": "post_attention_layernorm",
-                    "fc1": "mlp.up_proj",
-                    "fc2": "mlp.down_proj",
-                },
+                _FAIRSEQ_LAYER,
             ),
         },
+    ),
+    "BioGptForCausalLM": DecoderFamily(
+        model_type="biogpt",
+        title="BioGPT",
+        tie_embeddings=True,
+        activation=("hidden_act", "gelu"),
+        fields={"is_gated": False, **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True)},
+        read=values.biogpt,
+        prefixes={"biogpt.": "model.", "output_projection.": "lm_head."},
+        names={"model.layer_norm": "model.norm", **layer_names("model.layers", _FAIRSEQ_LAYER)},
+    ),
+    "XGLMForCausalLM": DecoderFamily(
+        model_type="xglm",
+        title="XGLM",
+        aliases={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "attention_heads",
+            "intermediate_size": "ffn_dim",
+        },
+        tie_embeddings=True,
+        activation=("activation_function", "gelu"),
+        fields={"is_gated": False, **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True)},
+        read=values.xglm,
+        names={"model.layer_norm": "model.norm", **layer_names("model.layers", _FAIRSEQ_LAYER)},
+        computed=(".embed_positions.weights",),
     ),
     "StableLmForCausalLM": DecoderFamily(
         model_type="stablelm",

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
+from app.models.decoders import expert_values
 from app.models.decoders import family_values as values
+from app.models.decoders.families_experts import GRANITE_MOE_PARTS
 from app.models.decoders.family import DecoderFamily, Fields
 from app.models.decoders.layer_config import ExpertsConfig, HeadNormConfig, NormConfig, RecurrentConfig
 from armature_kernels.attention.recurrent_sizes import MAX_WIDTH, RecurrentSizes
@@ -74,13 +76,13 @@ def _shared_experts(config: ConfigReader, layers: Sequence[bool], count: int, to
     )
     size = config.integer("moe_intermediate_size", 512)
     shared = config.integer("shared_expert_intermediate_size", 512)
-    return values.checked_experts(config, ExpertsConfig(routing, size, tuple(layers), shared, shared_gate=True))
+    return expert_values.checked_experts(config, ExpertsConfig(routing, size, tuple(layers), shared, shared_gate=True))
 
 
 def qwen3_next(config: ConfigReader, fields: Fields) -> Fields:
     return {
         **delta_rule(config, fields, is_fused=True),
-        **_shared_experts(config, values.sparse_layers(config, fields), 512, 10),
+        **_shared_experts(config, expert_values.sparse_layers(config, fields), 512, 10),
     }
 
 
@@ -152,7 +154,7 @@ def granite_hybrid(config: ConfigReader, fields: Fields) -> Fields:
         return {**found, "intermediate_size": shared}
     routing = Routing(num_experts, config.integer("num_experts_per_tok", 2))
     experts = ExpertsConfig(routing, fields["intermediate_size"], (True,) * count, shared)
-    return {**found, **values.checked_experts(config, experts)}
+    return {**found, **expert_values.checked_experts(config, experts)}
 
 
 _QWEN3_NEXT = DecoderFamily(
@@ -193,14 +195,9 @@ RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
         model_type="granitemoehybrid",
         title="Granite 4 with Mamba-2",
         aliases={"layer_types": "layers_block_type"},
+        fields={"fused_gate_up": True},
         read=granite_hybrid,
-        parts={
-            "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
-            "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
-            "block_sparse_moe.router.layer.": "mlp.gate.",
-            "shared_mlp.input_linear.": "mlp.shared_expert.gate_up_proj.",
-            "shared_mlp.output_linear.": "mlp.shared_expert.down_proj.",
-        },
+        parts=GRANITE_MOE_PARTS,
         is_hybrid=True,
     ),
     "BambaForCausalLM": DecoderFamily(

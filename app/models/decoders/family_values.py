@@ -10,18 +10,9 @@ from statistics import NormalDist
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
-from app.models.decoders.layer_config import (
-    AltUpConfig,
-    ConvolutionConfig,
-    ExpertsConfig,
-    HeadNormConfig,
-    LatentConfig,
-    NormConfig,
-)
+from app.models.decoders.layer_config import AltUpConfig, ConvolutionConfig, HeadNormConfig, LatentConfig, NormConfig
 from app.models.decoders.rope import RopeConfig
 from armature_kernels.elementwise.latent_sizes import LatentHeads
-from armature_kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
-from armature_kernels.native.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 _MAX_STREAMS = 8  # csrc/ops.h
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95  # transformers' default, in models of more layers
@@ -60,7 +51,7 @@ def _learned_positions(config: ConfigReader, fields: Fields, first: int = 0) -> 
     }
 
 
-def _without_rope(ropes: Sequence[RopeConfig | None], kept: Sequence[bool]) -> tuple[RopeConfig | None, ...]:
+def without_rope(ropes: Sequence[RopeConfig | None], kept: Sequence[bool]) -> tuple[RopeConfig | None, ...]:
     return tuple(rope if keeps else None for rope, keeps in zip(ropes, kept, strict=True))
 
 
@@ -78,7 +69,7 @@ def smollm3_slides(config: ConfigReader, layer: int) -> bool:
 
 def smollm3(config: ConfigReader, fields: Fields) -> Fields:
     kept = [_has_rope(config, layer) for layer in range(fields["num_layers"])]
-    return {"ropes": _without_rope(fields["ropes"], kept)}
+    return {"ropes": without_rope(fields["ropes"], kept)}
 
 
 def _has_rope(config: ConfigReader, layer: int) -> bool:
@@ -96,6 +87,17 @@ def granite(config: ConfigReader, fields: Fields) -> Fields:
         "residual_multiplier": config.number("residual_multiplier", 1.0),
         "logit_scale": 1.0 / config.number("logits_scaling", 1.0),
     }
+
+
+def granite_swa(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the rotary embeddings of each layer; those of base 0 are none."""
+    if not config.has("layer_rope_theta"):
+        return granite(config, fields)
+    bases = config.numbers("layer_rope_theta", fields["num_layers"])
+    ropes = [
+        rope and replace(rope, theta=base) if base else None for rope, base in zip(fields["ropes"], bases, strict=True)
+    ]
+    return {**granite(config, fields), "ropes": tuple(ropes)}
 
 
 def gemma(config: ConfigReader, fields: Fields) -> Fields:
@@ -140,6 +142,14 @@ def hyperclovax(config: ConfigReader, fields: Fields) -> Fields:
         **granite(config, fields),
         "attention_scale": config.number("attention_multiplier", default),
         "logit_scale": scale,
+    }
+
+
+def nanochat(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the cap of the logits; heads are rotated backwards."""
+    return {
+        "logit_softcap": _cap(config, "final_logit_softcapping", 15.0),
+        "ropes": tuple(rope and replace(rope, backwards=True) for rope in fields["ropes"]),
     }
 
 
@@ -227,7 +237,7 @@ def exaone4(config: ConfigReader, fields: Fields) -> Fields:
     """Leave layers of full attention without rotary embeddings, if others have a window."""
     if not config.has("sliding_window") and "sliding_window" in config.values:
         return {}
-    return {"ropes": _without_rope(fields["ropes"], [window is not None for window in fields["windows"]])}
+    return {"ropes": without_rope(fields["ropes"], [window is not None for window in fields["windows"]])}
 
 
 def exaone4_slides(config: ConfigReader, layer: int) -> bool:
@@ -317,7 +327,7 @@ def cohere2(config: ConfigReader, fields: Fields) -> Fields:
     kept = [window is not None for window in fields["windows"]]
     return {
         "logit_scale": config.number("logit_scale", 0.0625),
-        "ropes": _without_rope(fields["ropes"], kept),
+        "ropes": without_rope(fields["ropes"], kept),
     }
 
 
@@ -384,6 +394,40 @@ def gpt2(config: ConfigReader, fields: Fields) -> Fields:
     refuse(config, "add_cross_attention", False, "attention to an encoder")
     scale = fields["attention_scale"] if config.boolean("scale_attn_weights", True) else 1.0
     return {**_learned_positions(config, fields), "attention_scale": scale}
+
+
+def gpt_bigcode(config: ConfigReader, fields: Fields) -> Fields:
+    multi_query = config.boolean("multi_query", True)
+    return {
+        **gpt2(config, fields),
+        "num_kv_heads": 1 if multi_query else fields["num_heads"],
+        "qkv_layout": "stacked" if multi_query else "grouped",
+    }
+
+
+def codegen(config: ConfigReader, fields: Fields) -> Fields:
+    if fields["num_heads"] % 4:
+        raise CheckpointInvalid(f"{config.where}: {fields['num_heads']} heads cannot be in the four parts of CodeGen.")
+    return gptj(config, fields)
+
+
+def biogpt(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the learned positions; norms have the epsilon of torch, whatever layer_norm_eps says."""
+    config.number("layer_norm_eps", 1e-12)
+    scale = fields["hidden_size"] ** 0.5 if config.boolean("scale_embedding", True) else 1.0
+    return {
+        **_learned_positions(config, fields, first=2),
+        "embedding_scale": scale,
+        "norm": NormConfig("layer", 1e-5, has_bias=True),
+    }
+
+
+def xglm(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the computed positions, of which the first two are for padding."""
+    refuse(config, "add_cross_attention", False, "attention to an encoder")
+    if fields["hidden_size"] % 2:
+        raise CheckpointInvalid(f"{config.where}: an odd d_model is not offered.")
+    return {**biogpt(config, fields), "sinusoids": True}
 
 
 def gpt_neo(config: ConfigReader, fields: Fields) -> Fields:
@@ -487,7 +531,7 @@ def gemma3n(config: ConfigReader, fields: Fields) -> Fields:
         "altup": altup,
         "gate_deviations": tuple(_deviations(config, sparsity) for sparsity in _sparsities(config, layers)),
         "inner_sizes": _inner_sizes(config, layers),
-        "shared_kv_layers": _shared_kv_layers(config, fields["windows"]),
+        "shared_kv_layers": shared_kv_layers(config, fields["windows"], 15),
     }
 
 
@@ -518,8 +562,8 @@ def _deviations(config: ConfigReader, sparsity: float) -> float | None:
     return NormalDist().inv_cdf(sparsity) if sparsity > 0 else None
 
 
-def _shared_kv_layers(config: ConfigReader, windows: tuple[int | None, ...]) -> int:
-    shared = config.integer("num_kv_shared_layers", 15, at_least=0, at_most=len(windows) - 1)
+def shared_kv_layers(config: ConfigReader, windows: tuple[int | None, ...], default: int = 0) -> int:
+    shared = config.integer("num_kv_shared_layers", default, at_least=0, at_most=len(windows) - 1)
     own = len(windows) - shared
     if not set(windows[own:]).issubset(windows[:own]):
         raise CheckpointInvalid(
@@ -527,242 +571,3 @@ def _shared_kv_layers(config: ConfigReader, windows: tuple[int | None, ...]) -> 
             " them has the kind of attention that some of them have (layer_types)."
         )
     return shared
-
-
-def checked_experts(config: ConfigReader, experts: ExpertsConfig) -> Fields:
-    """Return the field of the experts. Raises `CheckpointInvalid` for numbers that are contradictory or too large."""
-    routing = experts.routing
-    if routing.num_experts > MAX_EXPERTS:
-        raise CheckpointInvalid(f"{config.where}: {routing.num_experts} experts are more than {MAX_EXPERTS}.")
-    groups, kept = routing.num_groups, routing.top_groups
-    if routing.num_experts % groups or kept > groups:
-        raise CheckpointInvalid(
-            f"{config.where}: {kept} of {groups} groups cannot be selected from {routing.num_experts} experts."
-        )
-    if groups > 1 and routing.group_rating == "two best" and routing.num_experts // groups < 2:
-        raise CheckpointInvalid(f"{config.where}: groups of experts must have two at least.")
-    if routing.top_k > routing.num_experts // groups * kept:
-        raise CheckpointInvalid(
-            f"{config.where}: {routing.top_k} experts of each token cannot be selected from"
-            f" {routing.num_experts // groups * kept}."
-        )
-    return {"experts": experts}
-
-
-def _everywhere(fields: Fields) -> tuple[bool, ...]:
-    return (True,) * int(fields["num_layers"])
-
-
-def sparse_layers(config: ConfigReader, fields: Fields) -> tuple[bool, ...]:
-    step, dense = config.integer("decoder_sparse_step", 1), config.values.get("mlp_only_layers") or []
-    if not isinstance(dense, Sequence):
-        raise CheckpointInvalid(f"{config.where}: mlp_only_layers must be a list of layers.")
-    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(fields["num_layers"]))
-
-
-def _routing(config: ConfigReader, number: str, count: int, top_k: int) -> Routing:
-    return Routing(
-        config.integer(number, count),
-        config.integer("num_experts_per_tok", top_k),
-        renormalize=config.boolean("norm_topk_prob", False),
-    )
-
-
-def mixtral(config: ConfigReader, fields: Fields) -> Fields:
-    routing = Routing(config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2))
-    return checked_experts(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
-
-
-def phimoe(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the experts of Phi-3.5-MoE, of which its router always selects two, and the bias of the logits."""
-    refuse(config, "num_experts_per_tok", 2, "another number of experts of each token than two")
-    jitter = config.number("router_jitter_noise", 0.01)
-    routing = Routing(config.integer("num_local_experts", 16), 2, "sparsemixer", renormalize=False, jitter=jitter)
-    experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields))
-    return {**checked_experts(config, experts), "logits_bias": config.boolean("lm_head_bias", False)}
-
-
-def granite_moe(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the experts of Granite: a softmax over the logits of the selected ones gives their weights."""
-    return {**granite(config, fields), **mixtral(config, fields)}
-
-
-def olmoe(config: ConfigReader, fields: Fields) -> Fields:
-    refuse(config, "clip_qkv", None, "clipping queries, keys and values")
-    routing = _routing(config, "num_experts", 64, 8)
-    return checked_experts(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
-
-
-def qwen2_moe(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the experts of Qwen 1.5 and 2, with a gated shared expert, and the biases of attention."""
-    experts = ExpertsConfig(
-        _routing(config, "num_experts", 60, 4),
-        config.integer("moe_intermediate_size", 1408),
-        sparse_layers(config, fields),
-        shared_size=config.integer("shared_expert_intermediate_size", 5632),
-        shared_gate=True,
-    )
-    return {**checked_experts(config, experts), "qkv_bias": config.boolean("qkv_bias", True)}
-
-
-def qwen3_moe(config: ConfigReader, fields: Fields) -> Fields:
-    size = config.integer("moe_intermediate_size", 768)
-    routing = _routing(config, "num_experts", 128, 8)
-    return checked_experts(config, ExpertsConfig(routing, size, sparse_layers(config, fields)))
-
-
-def gpt_oss(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the experts of gpt-oss, whose gates are clamped, and the biases of attention.
-
-    transformers writes YaRN even if config.json has no rotary embeddings.
-    """
-    refuse(config, "swiglu_alpha", SWIGLU_ALPHA, "another factor in the experts' gates than 1.702")
-    refuse(config, "swiglu_limit", SWIGLU_LIMIT, "another limit of the experts' gates than 7")
-    routing = Routing(config.integer("num_local_experts", 128), config.integer("num_experts_per_tok", 4))
-    experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields), router_bias=True)
-    bias = config.boolean("attention_bias", True)
-    found = {**checked_experts(config, experts), "qkv_bias": bias, "output_bias": bias}
-    if config.has("rope_parameters") or config.has("rope_scaling"):
-        return found
-    rope = RopeConfig(150_000.0, fields["head_dim"], "yarn", 32.0, 4096, truncate=False)
-    return {**found, "ropes": (rope,) * fields["num_layers"]}
-
-
-def _sigmoid_routing(
-    config: ConfigReader, count: int, top_k: int, scale: float, groups: tuple[int, int] = (1, 1)
-) -> Routing:
-    return Routing(
-        config.integer("n_routed_experts", count),
-        config.integer("num_experts_per_tok", top_k),
-        "sigmoid",
-        config.boolean("norm_topk_prob", True),
-        config.number("routed_scaling_factor", scale),
-        1e-20,
-        config.integer("n_group", groups[0]),
-        config.integer("topk_group", groups[1]),
-        "two best",
-    )
-
-
-def _experts_after(config: ConfigReader, fields: Fields, dense: int) -> tuple[bool, ...]:
-    first = config.integer("first_k_dense_replace", dense, at_least=0)
-    return tuple(layer >= first for layer in range(fields["num_layers"]))
-
-
-def ernie_moe(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the experts of Ernie 4.5, which are in every so many layers of a range of them."""
-    refuse(config, "use_bias", False, "a bias in products around experts that have none")
-    size = config.integer("moe_intermediate_size", 1536)
-    routing = Routing(
-        config.integer("moe_num_experts", 64),
-        config.integer("moe_k", 6),
-        epsilon=config.number("moe_norm_min", 1e-12),
-    )
-    count, step = fields["num_layers"], config.integer("moe_layer_interval", 1)
-    first, last = config.integer("moe_layer_start_index", 1, at_least=0), config.values.get("moe_layer_end_index", -1)
-    last = count - 1 if last in (-1, None) else config.integer("moe_layer_end_index", at_least=0)
-    experts = ExpertsConfig(
-        routing,
-        size,
-        tuple((layer + 1) % step == 0 and first <= layer <= last for layer in range(count)),
-        shared_size=size * config.integer("moe_num_shared_experts", 2, at_least=0),
-        selection_bias=True,
-    )
-    return checked_experts(config, experts)
-
-
-def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the experts of GLM 4.5, which begin after some dense layers, and the norms of queries and keys."""
-    size = config.integer("moe_intermediate_size", 1408)
-    experts = ExpertsConfig(
-        _sigmoid_routing(config, 128, 8, 1.0),
-        size,
-        _experts_after(config, fields, 1),
-        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
-        selection_bias=True,
-    )
-    norms = {} if config.boolean("use_qk_norm", False) else {"head_norm": None}
-    return {**checked_experts(config, experts), **norms}
-
-
-def lfm2_moe(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the short convolutions of LFM2, and the experts, which begin after some dense layers."""
-    routing = Routing(
-        config.integer("num_experts", 32),
-        config.integer("num_experts_per_tok", 4),
-        "sigmoid",
-        config.boolean("norm_topk_prob", True),
-        config.number("routed_scaling_factor", 1.0),
-        1e-6,
-    )
-    dense = config.integer("num_dense_layers", 2, at_least=0)
-    experts = ExpertsConfig(
-        routing,
-        config.integer("moe_intermediate_size", 1792),
-        tuple(layer >= dense for layer in range(fields["num_layers"])),
-        selection_bias=config.boolean("use_expert_bias", True),
-    )
-    return {**checked_experts(config, experts), **convolutions(config, fields)}
-
-
-def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
-    """Read latent attention and the experts of DeepSeek-V2, whose weights are not divided by their sum."""
-    refuse(
-        config,
-        "norm_topk_prob",
-        False,
-        "dividing the weights of experts by their sum, which implementations do differently,",
-    )
-    refuse(config, "scoring_func", "softmax", "another score of experts than softmax")
-    refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")
-    size, method = config.integer("moe_intermediate_size", 1407), config.text("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise CheckpointInvalid(
-            f"{config.where}: topk_method {method!r} is not known; known are greedy and group_limited_greedy."
-        )
-    has_groups = method == "group_limited_greedy"
-    routing = Routing(
-        config.integer("n_routed_experts", 64),
-        config.integer("num_experts_per_tok"),
-        renormalize=False,
-        scale=config.number("routed_scaling_factor", 1.0),
-        num_groups=config.integer("n_group") if has_groups else 1,
-        top_groups=config.integer("topk_group") if has_groups else 1,
-    )
-    shared = size * config.integer("n_shared_experts", 2, at_least=0)
-    experts = ExpertsConfig(routing, size, _experts_after(config, fields, 0), shared)
-    return {**checked_experts(config, experts), **latent(config, fields, LATENT)}
-
-
-def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
-    refuse(config, "scoring_func", "sigmoid", "another score of experts than sigmoid")
-    refuse(config, "topk_method", "noaux_tc", "another selection of experts than noaux_tc")
-    refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")
-    size = config.integer("moe_intermediate_size", 2048)
-    experts = ExpertsConfig(
-        _sigmoid_routing(config, 256, 8, 2.5, groups=(8, 4)),
-        size,
-        _experts_after(config, fields, 3),
-        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
-        selection_bias=True,
-    )
-    return {**checked_experts(config, experts), **latent(config, fields, LATENT)}
-
-
-def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:
-    """Read latent attention and the experts of GLM 4.7 Flash."""
-    size, layers = config.integer("moe_intermediate_size", 1536), fields["num_layers"]
-    sparse = tuple(layer > 0 for layer in range(layers))
-    if config.has("mlp_layer_types"):
-        sparse = tuple(name == "sparse" for name in known_texts(config, "mlp_layer_types", layers, "dense sparse"))
-    elif config.has("first_k_dense_replace"):
-        sparse = _experts_after(config, fields, 1)
-    experts = ExpertsConfig(
-        _sigmoid_routing(config, 64, 4, 1.8),
-        size,
-        sparse,
-        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
-        selection_bias=True,
-    )
-    sizes = LatentDefaults(plain=192, value=256, query_rank=768)
-    return {**checked_experts(config, experts), **latent(config, fields, sizes)}

@@ -19,9 +19,11 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swi
 # - parallel: h + attention(norm h) + mlp(norm h)
 Placement = Literal["pre", "post", "sandwich", "parallel"]
 
-# How the rows of a fused product of queries, keys and values are stored: all queries, all keys, all values; or for each
-# key/value head its queries, its key and its value.
-QkvLayout = Literal["stacked", "grouped"]
+# How the rows of a fused product of queries, keys and values are stored:
+# - stacked: all queries, all keys, all values
+# - grouped: for each key/value head its queries, its key and its value
+# - quarters: for each quarter of the heads its queries, its values and its keys
+QkvLayout = Literal["stacked", "grouped", "quarters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class HeadNormConfig:
     """The norm of queries and the norm of keys.
 
     `scope`: statistics and weights are one head's, which all heads share; each head's; or all heads' together.
-    `after_rope`: rotary embeddings are applied first. `values`: values have an RMSNorm without weights.
+    `after_rope`: rotary embeddings are applied first. `values`: values have an RMSNorm without weights. Without `has_weight`
+    the weights are 1.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -49,9 +52,19 @@ class HeadNormConfig:
     offset: float = 0.0
     after_rope: bool = False
     values: bool = False
+    has_weight: bool = True
 
     def num_weights(self, heads: int, head_dim: int) -> int:
         return head_dim if self.scope == "shared" else heads * head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """The heads of keys and values in a layer. `keys_are_values`: one product gives both, before their norms."""
+
+    num_kv_heads: int
+    head_dim: int
+    keys_are_values: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +119,8 @@ class AltUpConfig:
     """Several hidden states for each token, its streams (AltUp), with what the layers around them have.
 
     A layer computes with the first stream, and adds a branch of rank `laurel_rank` beside attention (LAuReL). Each
-    layer also reads `input_size` elements of its own for each token, from a table of `input_vocab_size` rows.
+    layer also reads `input_size` elements of its own for each token, from a table of `input_vocab_size` rows. A model
+    with one stream has these inputs alone.
     """
 
     num_streams: int
@@ -120,8 +134,9 @@ class ExpertsConfig:
     """A mixture of experts in place of the MLP of some layers: gated MLPs with an inner size of `size`.
 
     Every token also passes a shared expert of `shared_size`, unless that is 0; with `shared_gate` its result is
-    multiplied by the sigmoid of a further output of the router. With `selection_bias` a stored bias is added to the
-    scores for the selection only. `router_bias`: the router's product has a bias.
+    multiplied by the sigmoid of a further output of the router, else by `shared_scale`. With `selection_bias` a stored bias is added to the
+    scores for the selection only. `router_bias`: the router's product has a bias. `apart`: the shared expert, an MLP as
+    that of other layers, the experts and the router have norms of their own, and each expert's weights have a factor.
     """
 
     routing: Routing
@@ -129,5 +144,7 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     shared_size: int = 0
     shared_gate: bool = False
+    shared_scale: float = 1.0
     selection_bias: bool = False
     router_bias: bool = False
+    apart: bool = False

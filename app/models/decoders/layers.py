@@ -24,7 +24,7 @@ from app.models.decoders.layer_config import (
     NormConfig,
     RecurrentConfig,
 )
-from app.models.decoders.shapes import Product, mixer_products, up_sources
+from app.models.decoders.shapes import APART_NORMS, Product, mixer_products, up_sources
 from armature_kernels.attention.attention import QkvHeads, RopeAngles
 from armature_kernels.attention.context import Attend, AttendWithStates, AttentionSpec
 from armature_kernels.attention.convolution import convolved_rows
@@ -52,7 +52,6 @@ from armature_kernels.linear.activations import Activations, RowGroups, quantize
 from armature_kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
 from armature_kernels.linear.linear import Linear, LinearForm
 
-_GATE = Routing(1, 1, "sigmoid", renormalize=False)
 _MAGNITUDE_FLOOR = 1e-5  # the least mean square of a row that gets the magnitude of another
 _ROOT_HALF = math.sqrt(0.5)
 
@@ -106,14 +105,18 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.norm.eps, self.dtype, group)
 
     def overwrite(self, hidden: Tensor) -> None:
-        """Overwrite hidden [tokens, size] FP32 by its norm. Only a LayerNorm can do that."""
-        assert self.norm.kind == "layer", "no family has an RMSNorm after its embeddings"
+        """Overwrite hidden [tokens, size] FP32 by its norm."""
+        if self.norm.kind == "rms":
+            result = self(hidden)
+            assert isinstance(result, Tensor), "a norm that feeds no product returns a tensor"
+            copy_rows(hidden, result)
+            return
         layer_norm_in_place(hidden, (self.weight, self.bias, self.norm.eps))
 
-    def add_to(self, hidden: Tensor, x: Tensor) -> None:
-        """Add the norm of x [tokens, size] to hidden [tokens, size] FP32. Only an RMSNorm can do that."""
+    def add_to(self, hidden: Tensor, x: Tensor, factor: float = 1.0) -> None:
+        """Add the norm of x [tokens, size] to hidden [tokens, size] FP32, then multiply it. Only an RMSNorm can do that."""
         assert self.norm.kind == "rms", "no family has a LayerNorm after a branch"
-        add_rms_norm(hidden, x, self.weight, self.norm.eps)
+        add_rms_norm(hidden, x, self.weight, self.norm.eps, factor)
 
 
 class HeadNorm(nn.Module):
@@ -121,7 +124,7 @@ class HeadNorm(nn.Module):
 
     def __init__(self, source: str, norm: HeadNormConfig, heads: int, head_dim: int) -> None:
         super().__init__()
-        self.source, self.norm, self.kinds = source, norm, ("weight",)
+        self.source, self.norm, self.kinds = source, norm, ("weight",) * norm.has_weight
         self.weight = nn.Parameter(torch.empty(norm.num_weights(heads, head_dim)), requires_grad=False)
 
     def set_weight(self, tensor: Tensor) -> None:
@@ -153,6 +156,28 @@ class Rates(StoredVector):
 
     def set_weight(self, tensor: Tensor) -> None:
         self.weight = nn.Parameter(tensor.float().exp(), requires_grad=False)
+
+
+class Zeros(StoredVector):
+    """A vector of zeros, by which rows become zeros in a native operation."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("", "", size)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        super().fill(0.0, device)
+
+
+class LayerFactor(StoredVector):
+    """The number by which the result of a layer is multiplied."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(source, "layer_scalar", 1)
+        self.value = 1.0
+
+    def set_weight(self, tensor: Tensor) -> None:
+        super().set_weight(tensor)
+        self.value = float(tensor)
 
 
 class AlibiSlopes(StoredVector):
@@ -220,23 +245,24 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        at = f"model.layers.{layer}"
-        self.layer, self.head_dim, self.norm = config.cache_layer(layer), config.head_dim, config.head_norm
+        at, sizes = f"model.layers.{layer}", config.heads(layer)
+        self.layer, self.head_dim, self.norm = config.cache_layer(layer), sizes.head_dim, config.head_norm
         writes = config.writes_cache(layer)
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads if writes else 0
+        self.num_heads, self.num_kv_heads = config.num_heads, sizes.num_kv_heads if writes else 0
+        self.read_heads = 0 if writes else sizes.num_kv_heads
         self.qkv, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
         self.query_norm, self.key_norm = (
             None
             if config.head_norm is None or not heads
-            else HeadNorm(f"{at}.self_attn.{name}_norm", config.head_norm, heads, config.head_dim)
+            else HeadNorm(f"{at}.self_attn.{name}_norm", config.head_norm, heads, sizes.head_dim)
             for name, heads in (("q", self.num_heads), ("k", self.num_kv_heads))
         )
         has_norm = writes and config.head_norm is not None and config.head_norm.values
-        self.value_norm = StoredVector("", "", config.head_dim) if has_norm else None  # all weights are 1
+        self.value_norm = StoredVector("", "", sizes.head_dim) if has_norm else None  # all weights are 1
         self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
         self.sinks = StoredVector(f"{at}.self_attn", "sinks", config.num_heads) if config.has_sinks else None
         self.slopes = AlibiSlopes(config.alibi_slopes) if config.alibi_slopes else None
-        self.gates = config.num_heads * config.head_dim if config.has_output_gate else 0
+        self.gates = config.num_heads * self.head_dim if config.has_output_gate else 0
 
     @property
     def first(self) -> Linear:
@@ -258,7 +284,7 @@ class Attention(nn.Module):
     def _heads(self, product: Tensor, angles: RopeAngles | None) -> QkvHeads:
         sizes = (product, self.num_heads, self.num_kv_heads, self.head_dim)
         if self.norm is None or self.query_norm is None:
-            return QkvHeads(*sizes, angles=angles)
+            return QkvHeads(*sizes, angles=angles, read_heads=self.read_heads)
         return QkvHeads(
             *sizes,
             self.query_norm.weight,
@@ -269,6 +295,7 @@ class Attention(nn.Module):
             together=self.norm.scope == "together",
             norm_after_rope=self.norm.after_rope,
             value_norm=None if self.value_norm is None else self.value_norm.weight,
+            read_heads=self.read_heads,
         )
 
 
@@ -415,7 +442,8 @@ class DecoderMLP(nn.Module):
 class MixtureOfExperts(nn.Module):
     """The sum of the experts that the router selects for each token, times their weights, and of a shared expert.
 
-    A shared expert with a gate is a mixture of one expert, whose weight is the sigmoid of the gate.
+    A shared expert that does not count in full is a mixture of one expert, with the sigmoid of a gate or a constant as
+    its weight.
     """
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, layer: int) -> None:
@@ -429,9 +457,18 @@ class MixtureOfExperts(nn.Module):
             DecoderMLP(config, layer, f"mlp.experts.{number}", experts.size) for number in range(routing.num_experts)
         )
         self.shared = (
-            DecoderMLP(config, layer, "mlp.shared_expert", experts.shared_size) if experts.shared_size else None
+            DecoderMLP(config, layer, "mlp.shared_expert", experts.shared_size)
+            if experts.shared_size and not experts.apart
+            else None
         )
-        self.has_shared_gate = experts.shared_gate
+        self.factors = StoredVector(f"{at}.gate", "per_expert_scale", routing.num_experts) if experts.apart else None
+        self.zeros = Zeros(config.hidden_size) if config.placement in ("post", "sandwich") else None
+        # How the shared expert is weighed, unless it counts in full.
+        self.shared_routing: Routing | None = None
+        if experts.shared_gate:
+            self.shared_routing = Routing(1, 1, "sigmoid", renormalize=False)
+        elif experts.shared_scale != 1.0:
+            self.shared_routing = Routing(1, 1, scale=experts.shared_scale)
         self.bias = (
             StoredVector(f"{at}.gate", "e_score_correction_bias", routing.num_experts)
             if experts.selection_bias
@@ -444,19 +481,23 @@ class MixtureOfExperts(nn.Module):
         """The product that reads the input of the MLP; the experts read the same."""
         return self.router
 
-    def forward(self, x: Activations) -> Tensor:
-        """Map x [tokens, hidden] to [tokens, hidden] FP32."""
-        result = torch.zeros(len(unquantized(x)), self.router.in_features)
-        self.add_to(result, x)
+    def forward(self, x: Activations, routed: Activations | None = None) -> Tensor:
+        """Map x [tokens, hidden] to [tokens, hidden] FP32; `routed` is the input of the router, if it is another."""
+        rows = unquantized(x)
+        assert self.zeros is not None, "only with norms after branches the result is needed by itself"
+        result = rms_norm(rows, self.zeros.weight, 1.0, torch.float32)
+        assert isinstance(result, Tensor), "it is not quantized"
+        self.add_to(result, rows, routed)
         return result
 
-    def add_to(self, hidden: Tensor, x: Activations) -> None:
-        rows, number = unquantized(x), self.routing.num_experts
-        logits = self.router.multiply_wide(rows)
-        ids, weights = route(logits, self.routing, None if self.bias is None else self.bias.weight)
+    def add_to(self, hidden: Tensor, x: Activations, routed: Activations | None = None) -> None:
+        rows = unquantized(x)
+        logits = self.router.multiply_wide(rows if routed is None else unquantized(routed))
+        bias, factors = (None if one is None else one.weight for one in (self.bias, self.factors))
+        ids, weights = route(logits, self.routing, bias, factors)
         self._run("experts", self.experts, hidden, rows, ids, weights)
-        if self.shared is not None and self.has_shared_gate:
-            ids, weights = route(logits[:, number:], _GATE)
+        if self.shared is not None and self.shared_routing is not None:
+            ids, weights = route(logits[:, -1:], self.shared_routing)
             self._run("shared", (self.shared,), hidden, rows, ids, weights)
         elif self.shared is not None:
             self.shared.add_to(hidden, rows)
@@ -475,6 +516,25 @@ class MixtureOfExperts(nn.Module):
             run_experts_torch(forms, hidden, rows, ids, weights, self.activation)
 
 
+class ExpertsApart(nn.Module):
+    """Experts beside an MLP: norm(mlp) + norm(experts(norm h)); the router reads another norm of h."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        size, (router, first, mlp, last) = config.hidden_size, (f"model.layers.{layer}.{name}" for name in APART_NORMS)
+        self.experts = MixtureOfExperts(config, experts, layer)
+        self.router_norm = Norm(router, size, config.norm, dtype, gain=size**-0.5)
+        self.first_norm = Norm(first, size, config.norm, dtype)
+        self.mlp_norm, self.last_norm = (Norm(source, size, config.norm) for source in (mlp, last))
+
+    def forward(self, hidden: Tensor, mlp: Tensor) -> Tensor:
+        """Return the sum FP32 [tokens, hidden] for the MLP's result."""
+        total = self.mlp_norm(mlp)
+        assert isinstance(total, Tensor), "a norm that feeds no product returns a tensor"
+        self.last_norm.add_to(total, self.experts(self.first_norm(hidden), self.router_norm(hidden)))
+        return total
+
+
 def attention_of(
     config: ModelConfig, layer: int, dtype: torch.dtype
 ) -> Attention | LatentAttention | ShortConvolution | RecurrentMixer:
@@ -488,13 +548,16 @@ def attention_of(
 
 
 def mlp_of(config: ModelConfig, layer: int) -> DecoderMLP | MixtureOfExperts:
-    if config.experts is None or not config.has_experts(layer):
+    if config.experts is None or not config.has_experts(layer) or config.experts.apart:
         return DecoderMLP(config, layer)
     return MixtureOfExperts(config, config.experts, layer)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with the norms of the config's `placement` (layer_config.py)."""
+    """Attention and MLP with the norms of the config's `placement` (layer_config.py).
+
+    Hidden states are followed by the inputs of all layers, if there are any (states).
+    """
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -510,23 +573,39 @@ class DecoderLayer(nn.Module):
         if config.placement in ("post", "sandwich"):
             self.mixed_norm = Norm(f"{at}.post_attention_layernorm", size, norm)
             self.gated_norm = Norm(f"{at}.post_feedforward_layernorm", size, norm)
+        self.size, self.factor = size, LayerFactor(at) if config.layer_factors else None
+        self.input = None if config.altup is None else LayerInput(config, config.altup, layer)
+        self.apart: ExpertsApart | None = None
+        if config.experts is not None and config.experts.apart and config.has_experts(layer):
+            self.apart = ExpertsApart(config, config.experts, layer, dtype)
 
-    def forward(self, hidden: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
-        """Run the layer on hidden [tokens, hidden], overwritten; `rows` are needed after it (None: all)."""
+    def forward(self, states: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
+        """Run the layer on states [tokens, width], overwritten; `rows` are needed after it (None: all)."""
+        hidden = self._hidden(states)
         mixed = self.attention(self._input(hidden, self.attention_norm, self.attention.first), angles, attend)
         if rows is not None:
-            hidden, mixed = gather(hidden, rows), gather(mixed, rows)
+            states, mixed = gather(states, rows), gather(mixed, rows)
+            hidden = self._hidden(states)
         parallel = self._input(hidden, self.mlp_norm, self.mlp.first) if self.placement == "parallel" else None
         if self.mixed_norm is None:
             self.attention.out.add_to(hidden, mixed)
         else:
             self.mixed_norm.add_to(hidden, self.attention.out(mixed))
         x = self._input(hidden, self.mlp_norm, self.mlp.first) if parallel is None else parallel
+        factor = 1.0 if self.factor is None else self.factor.value
         if self.gated_norm is None:
             self.mlp.add_to(hidden, x)
         else:
-            self.gated_norm.add_to(hidden, self.mlp(x))
-        return hidden
+            result = self.mlp(x)
+            result = result if self.apart is None else self.apart(hidden, result)
+            self.gated_norm.add_to(hidden, result, factor if self.input is None else 1.0)
+        if self.input is not None:
+            group = self.input.gate.activation_group(len(hidden))
+            self.input.add_to(states, convert_rows(hidden, self.dtype, group), factor)
+        return states
+
+    def _hidden(self, states: Tensor) -> Tensor:
+        return states if self.input is None else states[:, : self.size]
 
     def _input(self, hidden: Tensor, norm: Norm | None, product: Linear) -> Activations:
         if norm is None:
@@ -601,25 +680,25 @@ class LowRankBranch(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """What a layer reads of its own for each token: gated by the first stream, it is added to the other streams."""
+    """What a layer reads of its own for each token: gated by the first stream, it is added to the others, if any."""
 
     def __init__(self, config: ModelConfig, altup: AltUpConfig, layer: int) -> None:
         super().__init__()
         at, size = f"model.layers.{layer}", config.hidden_size
         self.size, self.activation = size, config.activation
-        self.streams = range(1, altup.num_streams)
+        self.streams = range(1, altup.num_streams) if altup.num_streams > 1 else range(1)
         self.begin = altup.num_streams * size + layer * altup.input_size
         self.end = self.begin + altup.input_size
         self.gate = Linear((f"{at}.per_layer_input_gate",), size, altup.input_size)
         self.projection = Linear((f"{at}.per_layer_projection",), altup.input_size, size)
         self.norm = Norm(f"{at}.post_per_layer_input_norm", size, config.norm)
 
-    def add_to(self, states: Tensor, first: Activations) -> None:
-        """Add the input to the streams after the first; `first` is that one as the gate reads it."""
+    def add_to(self, states: Tensor, first: Activations, factor: float = 1.0) -> None:
+        """Add the input to these streams, then multiply them; `first` is the first one as the gate reads it."""
         own, group = states[:, self.begin : self.end], self.projection.activation_group(len(states))
         product = self.projection(gate_with(self.gate(first), own, self.activation, group))
         for stream in self.streams:
-            self.norm.add_to(states[:, stream * self.size : (stream + 1) * self.size], product)
+            self.norm.add_to(states[:, stream * self.size : (stream + 1) * self.size], product, factor)
 
 
 class AltUpLayer(nn.Module):
@@ -668,7 +747,7 @@ class AltUpEntry(nn.Module):
         self.size, self.width, self.dtype, self.table = size, width, dtype, table
         self.end = altup.num_streams * size
         sources = tuple(f"model.altup_projections.{number}" for number in range(altup.num_streams - 1))
-        self.streams = Linear(sources, size, len(sources) * size)
+        self.streams = Linear(sources, size, len(sources) * size) if sources else None
         self.inputs = Linear(("model.per_layer_model_projection",), size, config.num_layers * width)
         # The product is divided by sqrt(size) before its norm.
         norm = _scaled(config.norm, math.sqrt(size))
@@ -678,13 +757,15 @@ class AltUpEntry(nn.Module):
         """Return the states [tokens, width] of tokens with these embeddings FP32 [tokens, size]."""
         inputs: Tensor = self.table(token_ids)
         self.norm.add_to(inputs.view(-1, self.width), self._product(self.inputs, embedded).view(-1, self.width))
-        streams = self._product(self.streams, embedded)
         states = empty_rows(embedded, self.end + inputs.shape[1])
         copy_rows(states[:, : self.size], embedded)
+        copy_rows(states[:, self.end :], inputs)
+        if self.streams is None:
+            return states
+        streams = self._product(self.streams, embedded)
         for first in range(self.size, self.end, self.size):
             part = streams[:, first - self.size : first]
             match_rows(states[:, first : first + self.size], part, embedded, _MAGNITUDE_FLOOR)
-        copy_rows(states[:, self.end :], inputs)
         return states
 
     def _product(self, linear: Linear, embedded: Tensor) -> Tensor:

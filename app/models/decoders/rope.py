@@ -58,6 +58,7 @@ class RopeConfig:
     short_mscale: float | None = None  # longrope of Phi-3.5-MoE
     long_mscale: float | None = None
     num_rotated: int = 0  # proportional: pairs that are rotated, by frequencies over the whole head
+    backwards: bool = False  # pairs are rotated in the other direction
 
 
 def parse_rope(

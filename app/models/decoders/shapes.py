@@ -11,6 +11,11 @@ from app.models.decoders.layer_config import AltUpConfig, LatentConfig, NormConf
 from armature_kernels.linear.layout import PANEL_OUTPUTS
 
 Shape = tuple[int, ...]
+# Norms around experts that are `apart`: of the router's input and theirs, and of the results of the MLP and theirs.
+APART_NORMS = (
+    *("mlp.router_norm", "pre_feedforward_layernorm_2"),
+    *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+)
 _STREAM_MATRICES = (".altup.prediction_coefs", ".altup.correction_coefs")
 _STATE_SCALES = tuple(f".linear_attn.in_proj_{part}" for part in ("ba", "b", "a"))
 
@@ -19,7 +24,7 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
     """Return name to shape of every tensor that serving needs; weights are [out, in] as in torch."""
     size = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, size)}
-    if config.num_positions:
+    if config.num_positions and not config.sinusoids:
         shapes["model.embed_positions.weight"] = (config.first_position + config.num_positions, size)
     if config.embedding_norm:
         shapes.update(_norm("model.embed_norm", config.norm, size))
@@ -29,6 +34,8 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
         shapes.update((f"{at}.{name}", shape) for name, shape in _mlp(config, layer))
         for name in norms_of(config):
             shapes.update((f"{at}.{tensor}", shape) for tensor, shape in _norm(name, config.norm, size))
+        if config.layer_factors:
+            shapes[f"{at}.layer_scalar"] = (1,)
         if config.altup is not None:
             shapes.update((f"{at}.{name}", shape) for name, shape in _altup_layer(config, config.altup))
     if config.altup is not None:
@@ -46,7 +53,7 @@ def tables_of(config: ModelConfig) -> list[str]:
     tables = [] if config.tie_embeddings else ["model.embed_tokens.weight"]
     if config.altup is not None:
         tables.append("model.embed_tokens_per_layer.weight")
-    return [*tables, "model.embed_positions.weight"] if config.num_positions else tables
+    return [*tables, "model.embed_positions.weight"] if config.num_positions and not config.sinusoids else tables
 
 
 def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
@@ -88,7 +95,7 @@ def router_weights(config: ModelConfig) -> int:
     experts, count = config.experts, 0
     if experts is not None:
         count = sum(experts.layers) * (experts.routing.num_experts + experts.shared_gate)
-    if config.altup is not None:
+    if config.altup is not None and config.altup.num_streams > 1:
         count += config.num_layers * PANEL_OUTPUTS  # packed, the outputs fill a panel
     if config.recurrent is not None and config.recurrent.sizes.has_delta:
         outputs = -(-2 * config.recurrent.sizes.heads // PANEL_OUTPUTS) * PANEL_OUTPUTS
@@ -123,7 +130,7 @@ def is_router(source: str) -> bool:
 
 
 def narrow_products(config: ModelConfig) -> dict[str, Shape]:
-    """Return the products around AltUp by source, few and read by every layer, so they have at least eight bits."""
+    """Return the products of AltUp and of inputs of layers by source: they are few, and have at least eight bits."""
     altup, size = config.altup, config.hidden_size
     if altup is None:
         return {}
@@ -132,8 +139,9 @@ def narrow_products(config: ModelConfig) -> dict[str, Shape]:
         shapes[f"model.altup_projections.{number}"] = shapes[f"model.altup_unembed_projections.{number}"] = (size, size)
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}"
-        shapes[f"{at}.laurel.linear_left"] = (altup.laurel_rank, size)
-        shapes[f"{at}.laurel.linear_right"] = (size, altup.laurel_rank)
+        if altup.laurel_rank:
+            shapes[f"{at}.laurel.linear_left"] = (altup.laurel_rank, size)
+            shapes[f"{at}.laurel.linear_right"] = (size, altup.laurel_rank)
         shapes[f"{at}.per_layer_input_gate"] = (altup.input_size, size)
         shapes[f"{at}.per_layer_projection"] = (size, altup.input_size)
     return shapes
@@ -155,7 +163,7 @@ class Product(NamedTuple):
 
 def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
     """Return the products of a layer's attention, or of its convolution, as computed; the last one is the output's."""
-    hidden, queries = config.hidden_size, config.num_heads * config.head_dim
+    hidden, heads = config.hidden_size, config.heads(layer)
     if config.has_convolution(layer):
         return (
             Product(("conv.in_proj",), (3 * hidden,), hidden, bias=False),
@@ -165,13 +173,16 @@ def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
         return _recurrent_products(config, config.recurrent)
     if config.latent is not None:
         return _latent_products(config, config.latent)
-    queries, gates = queries * (1 + config.has_output_gate), queries
-    keys = config.num_kv_heads * config.head_dim
+    gates, keys = config.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    queries = gates * (1 + config.has_output_gate)
     rows = (queries + 2 * keys,) if config.fused_qkv else (queries, keys, keys)
     out = Product(("self_attn.o_proj",), (hidden,), gates, config.output_bias)
     if not config.writes_cache(layer):
         return Product(("self_attn.q_proj",), (queries,), hidden, config.qkv_bias), out
-    return Product(qkv_sources(config), rows, hidden, config.qkv_bias), out
+    sources = qkv_sources(config)
+    if heads.keys_are_values:
+        sources = (*sources[:2], sources[1])
+    return Product(sources, rows, hidden, config.qkv_bias), out
 
 
 def _recurrent_products(config: ModelConfig, recurrent: RecurrentConfig) -> tuple[Product, ...]:
@@ -204,16 +215,17 @@ def _latent_products(config: ModelConfig, latent: LatentConfig) -> tuple[Product
 
 def mlp_name(config: ModelConfig, layer: int) -> str | None:
     """Return the name in a layer of the MLP that every token passes; None if there are only experts."""
-    if config.experts is None or not config.has_experts(layer):
+    if config.experts is None or not config.has_experts(layer) or config.experts.apart:
         return "mlp"
     return "mlp.shared_expert" if config.experts.shared_size else None
 
 
 def up_sources(config: ModelConfig, mlp: str = "mlp") -> tuple[str, ...]:
-    """Return the names in a layer of the tensors of the first product of an MLP."""
+    """Return the names in a layer of the tensors of the first product of an MLP; experts are fused in stacks only."""
     if not config.is_gated:
         return (f"{mlp}.up_proj",)
-    return (f"{mlp}.gate_up_proj",) if config.fused_gate_up else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+    is_fused = config.fused_gate_up and ".experts." not in mlp
+    return (f"{mlp}.gate_up_proj",) if is_fused else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
 
 
 def norms_of(config: ModelConfig) -> tuple[str, ...]:
@@ -234,36 +246,41 @@ def norms_of(config: ModelConfig) -> tuple[str, ...]:
 def norm_elements(config: ModelConfig) -> int:
     """Return the number of elements of all norms, sinks, biases of routers and filters, which are FP32."""
     parts = config.norm.has_weight + config.norm.has_bias
-    heads = 0
-    if config.head_norm is not None:
-        counts = (config.head_norm.num_weights(one, config.head_dim) for one in (config.num_heads, config.num_kv_heads))
-        heads = sum(counts)
-    heads += config.num_heads * config.has_sinks
-    if config.latent is not None:
-        heads += config.latent.rank + (config.latent.query_rank or 0)
     convolved = 0 if config.convolution is None else sum(config.convolution.layers)
     filters = 0 if config.convolution is None else convolved * config.convolution.width * config.hidden_size
     norms = config.num_layers * len(norms_of(config)) + 1 + config.embedding_norm
-    shared = 0  # keys that are read from other layers have no norm
-    if config.head_norm is not None:
-        shared = config.shared_kv_layers * config.head_norm.num_weights(config.num_kv_heads, config.head_dim)
-        heads += config.head_norm.values * config.head_dim
-        shared += config.shared_kv_layers * config.head_norm.values * config.head_dim
-    recurrent, states = config.recurrent, 0
-    if recurrent is not None:
-        each = sum(math.prod(shape) for _, shape in _recurrent_vectors(recurrent))
-        states, convolved = sum(recurrent.layers) * each, convolved + sum(recurrent.layers)
-    own = (config.num_layers - convolved) * heads - shared + states
+    own = sum(_head_elements(config, layer) for layer in range(config.num_layers) if not config.has_convolution(layer))
+    own += config.num_layers * config.layer_factors
     biases = 0
     if config.experts is not None and config.experts.selection_bias:
         biases = sum(config.experts.layers) * config.experts.routing.num_experts
+    if config.experts is not None and config.experts.apart:
+        biases = sum(config.experts.layers) * (config.experts.routing.num_experts + 4 * config.hidden_size)
     return norms * parts * config.hidden_size + own + filters + biases + _altup_elements(config)
+
+
+def _head_elements(config: ModelConfig, layer: int) -> int:
+    """Return the number of elements of the norms of a layer's heads, or of its short rows, and of its sinks."""
+    if config.recurrent is not None and config.has_state(layer):
+        return sum(math.prod(shape) for _, shape in _recurrent_vectors(config.recurrent))
+    heads, norm = config.heads(layer), config.head_norm
+    count = config.num_heads * config.has_sinks
+    if config.latent is not None:
+        count += config.latent.rank + (config.latent.query_rank or 0)
+    if norm is None:
+        return count
+    count += norm.num_weights(config.num_heads, heads.head_dim)
+    if config.writes_cache(layer):  # keys that are read from other layers have no norm
+        count += norm.num_weights(heads.num_kv_heads, heads.head_dim) + norm.values * heads.head_dim
+    return count
 
 
 def _altup_elements(config: ModelConfig) -> int:
     altup, size = config.altup, config.hidden_size
     if altup is None:
         return 0
+    if altup.num_streams == 1:
+        return config.num_layers * size + altup.input_size
     matrices = altup.num_streams**3 + altup.num_streams**2
     # Of each layer: the input norm twice more, the router's norm twice, two norms of branches, and factors.
     return config.num_layers * (7 * size + matrices) + altup.input_size
@@ -298,10 +315,11 @@ def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
             yield "self_attn.q_a_layernorm.weight", (config.latent.query_rank,)
     if config.has_sinks:
         yield "self_attn.sinks", (config.num_heads,)
-    if config.head_norm is not None:
-        yield "self_attn.q_norm.weight", (config.head_norm.num_weights(config.num_heads, config.head_dim),)
+    if config.head_norm is not None and config.head_norm.has_weight:
+        heads = config.heads(layer)
+        yield "self_attn.q_norm.weight", (config.head_norm.num_weights(config.num_heads, heads.head_dim),)
         if config.writes_cache(layer):
-            yield "self_attn.k_norm.weight", (config.head_norm.num_weights(config.num_kv_heads, config.head_dim),)
+            yield "self_attn.k_norm.weight", (config.head_norm.num_weights(heads.num_kv_heads, heads.head_dim),)
 
 
 def _recurrent_vectors(recurrent: RecurrentConfig) -> Iterator[tuple[str, Shape]]:
@@ -320,6 +338,9 @@ def _recurrent_vectors(recurrent: RecurrentConfig) -> Iterator[tuple[str, Shape]
 def _altup_layer(config: ModelConfig, altup: AltUpConfig) -> Iterator[tuple[str, Shape]]:
     """Yield what a layer with streams has beside attention and MLP, except its `narrow_products`."""
     size, streams = config.hidden_size, altup.num_streams
+    if streams == 1:
+        yield from _norm("post_per_layer_input_norm", config.norm, size)
+        return
     for name in ("altup.router_norm", "laurel.post_laurel_norm", "post_per_layer_input_norm"):
         yield from _norm(name, config.norm, size)
     yield "altup.modality_router.weight", (streams, size)
@@ -349,7 +370,11 @@ def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     for number in range(count):
         yield from _one_mlp(config, f"mlp.experts.{number}", experts.size)
     if experts.shared_size:
-        yield from _one_mlp(config, "mlp.shared_expert", experts.shared_size)
+        yield from _one_mlp(config, "mlp" if experts.apart else "mlp.shared_expert", experts.shared_size)
+    if experts.apart:
+        yield "mlp.gate.per_expert_scale", (count,)
+        for name in APART_NORMS:
+            yield from _norm(name, config.norm, config.hidden_size)
     if experts.shared_gate:
         yield "mlp.shared_expert_gate.weight", (1, config.hidden_size)
 
@@ -357,7 +382,7 @@ def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
 def _one_mlp(config: ModelConfig, name: str, inner: int) -> Iterator[tuple[str, Shape]]:
     outer = config.hidden_size
     for source in up_sources(config, name):
-        yield from _linear(source, 2 * inner if config.fused_gate_up else inner, outer, config.mlp_bias)
+        yield from _linear(source, 2 * inner if source.endswith(".gate_up_proj") else inner, outer, config.mlp_bias)
     if config.activation == "xielu":
         yield f"{name}.act_fn.alpha_p", (1,)
         yield f"{name}.act_fn.alpha_n", (1,)

@@ -59,14 +59,16 @@ def is_transposed(config: ModelConfig, name: str) -> bool:
 class HeadRows:
     """The order in which a file has the rows of `heads` query heads, then `kv_heads` key and value heads.
 
-    `grouped`: for each key/value head its queries, its key and its value follow each other. `rotated`: elements of each
+    They are in as many `blocks`, in each of which its queries, its keys and its values follow each other, or values come
+    before keys. `rotated`: elements of each
     query and key for a rotation of neighbours: 2i + j in the file is i + j · rotated / 2 here.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
-    grouped: bool = False
+    blocks: int = 1
+    values_first: bool = False
     rotated: int = 0
 
     def stored_rows(self) -> tuple[int, ...]:
@@ -105,13 +107,14 @@ def _stored_rows(order: HeadRows) -> tuple[int, ...]:
 
 def _heads(order: HeadRows) -> Iterator[tuple[int, bool]]:
     """Yield the head in the file of each head here, and True if it is a value."""
-    heads, kv_heads = order.heads, order.kv_heads
-    shared = heads // kv_heads if order.grouped else 0
-    for head in range(heads):
-        yield head + 2 * (head // shared) if order.grouped else head, False
+    queries, keys = order.heads // order.blocks, order.kv_heads // order.blocks
+    block = queries + 2 * keys
+    for head in range(order.heads):
+        yield head // queries * block + head % queries, False
     for part in range(2):
-        for head in range(kv_heads):
-            yield (head + 1) * (shared + 2) - 2 + part if order.grouped else heads + part * kv_heads + head, part == 1
+        place = 1 - part if order.values_first else part
+        for head in range(order.kv_heads):
+            yield head // keys * block + queries + place * keys + head % keys, part == 1
 
 
 def _elements(order: HeadRows, is_value: bool) -> Iterator[int]:
@@ -128,11 +131,12 @@ def head_rows(config: ModelConfig, name: str) -> HeadRows | GroupedRows | None:
         return _state_rows(config.recurrent, name.rpartition(".")[0].rpartition("_")[2])
     rope = next((rope for rope in config.ropes if rope is not None), None)
     rotated = rope.dim if config.interleaved_rope and rope is not None else 0
-    grouped = config.qkv_layout == "grouped"
+    blocks = {"stacked": 1, "grouped": config.num_kv_heads, "quarters": 4}[config.qkv_layout]
     part = name.rpartition(".")[0].rpartition(".")[2]
     norm = config.head_norm
-    if part == "qkv_proj" and (rotated or grouped):
-        return HeadRows(config.num_heads, config.num_kv_heads, config.head_dim, grouped, rotated)
+    if part == "qkv_proj" and (rotated or blocks > 1):
+        values_first = config.qkv_layout == "quarters"
+        return HeadRows(config.num_heads, config.num_kv_heads, config.head_dim, blocks, values_first, rotated)
     if not rotated:
         return None
     if part in ("q_norm", "k_norm") and norm is not None and norm.scope == "shared":
@@ -166,14 +170,9 @@ class ExpertPart:
 def expert_parts(config: ModelConfig, ours: str, shape: tuple[int, ...]) -> list[ExpertPart]:
     """Return the tensors in a tensor [experts, rows, columns]; none if it does not hold all experts of a layer.
 
-    A tensor [rows, columns] with the gates and the ups of one MLP is that of one expert.
     The rows of gates come before those of ups. In `interleaved` files gates and ups take turns, weights are [experts,
     columns, rows], and biases are [experts, rows].
     """
-    if ours.endswith(".gate_up_proj.weight") and len(shape) == 2 and not config.fused_gate_up:
-        ours, shape = ours.removesuffix(".gate_up_proj.weight"), (shape[0] // 2,)
-        parts = enumerate(EXPERT_PRODUCTS["gate_up_proj"])
-        return [ExpertPart(f"{ours}.{name}.weight", 0, range(at * shape[0], (at + 1) * shape[0])) for at, name in parts]
     at, _, stored = ours.rpartition(".")
     interleaved = DECODER_FAMILIES[config.architecture].expert_layout == "interleaved"
     is_bias = interleaved and stored.endswith("_bias")

@@ -55,7 +55,7 @@ def both(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> tuple[Tenso
 @settings(max_examples=examples(60), deadline=None)
 @given(
     level=a_level, lengths=st.lists(st.sampled_from([1, 2, 5, 31, 32, 33, 64, 65, 130]), min_size=1, max_size=3),
-    shape=st.sampled_from([(2, 2, 64), (3, 1, 32), (4, 2, 80), (1, 1, 256), (2, 2, 18)]), dtype=st.sampled_from(DTYPES),
+    shape=st.sampled_from([(2, 2, 64), (3, 1, 32), (4, 2, 80), (1, 1, 256), (1, 1, 512), (2, 2, 18)]), dtype=st.sampled_from(DTYPES),
     bidirectional=st.booleans(), window=st.sampled_from([None, 1, 2, 16, 65]), softcap=st.sampled_from([None, 3.0]),
     most=st.sampled_from([None, 4, 100]), vectors=st.booleans(), turning=st.booleans(), gap=st.sampled_from([0, 6]),
 )  # fmt: skip

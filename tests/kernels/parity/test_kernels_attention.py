@@ -54,7 +54,7 @@ def with_vectors(spec: AttentionSpec, heads: int, names: Iterable[str] = ("sinks
     shares=st.lists(few | many, min_size=1, max_size=5),
     kv_heads=st.integers(1, 5),
     group=st.integers(1, 8) | st.sampled_from([9, 32]),
-    head_dim=st.sampled_from([8, 16, 24, 64, 72, 80, 96, 128, 256]),
+    head_dim=st.sampled_from([8, 16, 24, 64, 72, 80, 96, 128, 256, 512]),
     window=st.none() | st.integers(1, 700),
     softcap=st.none() | st.floats(1.0, 50.0),
     dtype=st.sampled_from(DTYPES),

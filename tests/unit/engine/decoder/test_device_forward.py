@@ -27,7 +27,7 @@ def test_nothing_of_a_step_is_here_and_nothing_waits(architecture: str, tmp_path
     with fake_cuda() as device, torch.inference_mode():
         device.move(model)
         cache = PagedKvCache(
-            KvShape(config.num_layers, 4, MAX_LEN, config.cache_heads, config.head_dim), torch.float32, 9, CUDA
+            KvShape(config.num_layers, 4, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.float32, 9, CUDA
         )
         buffer = torch.zeros(4 + block_size(StepSizes(40, 4, 4)), dtype=torch.int64, device=CUDA)
         forward = DeviceForward(model, cache, backend, buffer)

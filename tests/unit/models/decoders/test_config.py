@@ -197,7 +197,7 @@ def test_deepseek_v3_scales_scores_by_its_yarn() -> None:
 
 def test_latent_attention_has_heads_of_its_own_sizes() -> None:
     config = ModelConfig.from_hf(config_values("DeepseekV3ForCausalLM", num_key_value_heads=1))
-    assert (config.num_kv_heads, config.cache_heads, config.head_dim) == (4, 4, 16)
+    assert (config.num_kv_heads, config.cache_heads, config.cache_head_dim) == (4, 4, 16)
     assert config.latent is not None and config.latent.heads == LatentHeads(4, 12, 4, 10, True)
 
 

@@ -1,0 +1,1 @@
+"""Engines of models that the library transformers computes."""

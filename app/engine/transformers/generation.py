@@ -1,0 +1,301 @@
+"""The engine of models that generate text and that transformers computes: loading, checks, and its runner.
+
+The scheduler and the sampler are those of native decoders. transformers' own continuous batching is not used: it
+schedules on a thread of its own, samples itself, and takes only classes with paged attention.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Items
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from app.backends.base import BaseBackend
+from app.backends.selection import HOST_BACKENDS, select_device_backend, select_host_backend
+from app.engine.build import BuildRequest, BuiltEngine, prepare_device
+from app.engine.decoder.engine import DecoderEngine
+from app.engine.sampling.sampler import Sampler, TokenMasks
+from app.engine.scheduler.batch import (
+    Batch,
+    CompletedStep,
+    InFlightStep,
+    SampledTokens,
+    ScheduledSpan,
+    logit_rows_of,
+    make_sequence,
+)
+from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.policy import PrefillBudget
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
+from app.engine.transformers.sequences import GenerationSteps, Rows, can_batch, join, kept_bytes
+from app.errors import CheckpointInvalid, PlanImpossible, UnsupportedParameter
+from app.hardware.decision import format_bytes
+from app.hardware.step_times import ThrottleCorrection
+from app.messages import Event, Generate, RequestFailed, SamplingParams, SetAdapter, TokenScore
+from app.weights.checkpoint import Checkpoint
+from app.weights.files import join_names
+
+_LOG = logging.getLogger(__name__)
+# Lengths of the sequences that are compared with themselves in parts and in a batch.
+_CHECKED_LENGTHS, _CHECKED_STEPS = (9, 5), 2
+_MEASURED_LENGTHS = (16, 48)  # of the sequences whose kept bytes are compared
+_NOISE_FACTOR = 4.0  # largest difference, as a multiple of the difference between equal rows in a batch and alone
+_LEAST_TOLERANCE = 1e-5  # of the largest logit
+PADDED = 2  # a batch's rows have at most as much padding as tokens
+
+
+class GenerationEngine(DecoderEngine):
+    """A decoder's engine that refuses what transformers does not compute here."""
+
+    def add(self, request: Generate | SetAdapter) -> list[Event]:
+        assert isinstance(request, Generate), "adapters were refused before"
+        params = request.params
+        asked = {"beam_width": params.beam_width > 1, "prompt_logprobs": params.prompt_logprobs is not None}
+        for name, is_asked in asked.items():
+            if is_asked:
+                message = f"{name} is not offered for this model, which the library transformers computes."
+                return [RequestFailed(request.request_id, UnsupportedParameter(message, field=name))]
+        return super().add(request)
+
+
+class GenerationRunner:
+    """Computes batches of the scheduler, each prompt alone and decodes in batches, if `batches`.
+
+    `takes_chunks`: a prompt may be computed in parts; otherwise it is computed at once, when its last part is due.
+    """
+
+    def __init__(self, steps: GenerationSteps, sampler: Sampler, *, batches: bool, takes_chunks: bool) -> None:
+        self.steps = steps
+        self.batches, self.takes_chunks = batches, takes_chunks
+        self.model_seconds = 0.0
+        self.is_first = self.is_native = False
+        self.prompt_scores: Items[tuple[TokenScore, ...]] = ()
+        self._sampler = sampler
+        self._masks = TokenMasks(sampler.vocab_size)
+        self._groups: list[Rows] = []
+
+    def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
+        assert after is None, "no step is launched ahead"
+        return CompletedStep(batch, self.run(batch))
+
+    def wait(self, in_flight: InFlightStep) -> Items[SampledTokens]:
+        assert isinstance(in_flight, CompletedStep), "the step must come from this runner"
+        return in_flight.samples
+
+    def can_run_ahead(self, batch: Batch) -> bool:
+        return False
+
+    def survives(self, error: Exception) -> bool:
+        return False
+
+    def run(self, batch: Batch) -> list[SampledTokens]:
+        """Compute a batch and return the samples of each row that samples, in order of the spans."""
+        with torch.inference_mode():
+            rows = logit_rows_of(batch.spans)
+            masks = self._masks.for_step(batch.spans, len(rows))
+            self._masks = masks or self._masks
+            started = time.perf_counter()
+            logits = self._compute(batch.spans)
+            self.model_seconds = time.perf_counter() - started
+            if not rows:
+                return []
+            return self._sampler.sample(torch.stack(logits), rows, masks)
+
+    def _compute(self, spans: Items[ScheduledSpan]) -> list[Tensor]:
+        """Return the logits of the spans that sample, in their order."""
+        due = {id(span.sequence): span for span in spans if span.samples or self.takes_chunks}
+        logits: dict[int, Tensor] = {}
+        kept, self._groups = self._arrange(due), []
+        for group in kept:
+            computed = [due.get(id(sequence)) for sequence in group.sequences]
+            if all(span is not None for span in computed):
+                token_ids = [
+                    span.sequence.token_ids[group.num_computed(row) : span.end]
+                    for row, span in enumerate(computed)
+                    if span is not None
+                ]
+                for sequence, row in zip(group.sequences, self.steps.advance(group, token_ids), strict=True):
+                    logits[id(sequence)] = row.to("cpu")
+            self._groups.append(group)
+        return [logits[id(span.sequence)] for span in spans if span.samples]
+
+    def _arrange(self, due: dict[int, ScheduledSpan]) -> list[Rows]:
+        """Return the rows to keep, arranged so that each group is either computed as a whole now or not at all."""
+        parts: dict[object, list[Rows]] = {}
+        known: set[int] = set()
+        for group in self._groups:
+            chosen: dict[object, list[int]] = {}
+            for row, sequence in enumerate(group.sequences):
+                if group.is_current(row):
+                    known.add(id(sequence))
+                    chosen.setdefault(self._key(group, row, due.get(id(sequence))), []).append(row)
+            for key, rows in chosen.items():
+                part = group if len(rows) == len(group) else group.select(rows)
+                parts.setdefault(key, []).append(part)
+        new = [Rows([span.sequence]) for place, span in due.items() if place not in known]
+        return [each[0] if len(each) == 1 else join(each) for each in parts.values()] + new
+
+    def _key(self, group: Rows, row: int, span: ScheduledSpan | None) -> object:
+        """Return what the rows of one group have in common: a decode's length, about."""
+        decodes = span is not None and span.end - group.num_computed(row) == 1
+        return group.size_class(row) if decodes and self.batches else id(group.sequences[row])
+
+
+def build_generation_engine(
+    request: BuildRequest[Checkpoint],
+) -> BuiltEngine[GenerationEngine, GenerationRunner, PreTrainedModel]:
+    """Load the model with transformers, see what of it can be batched, and build the engine. Raises a `StartupError`."""
+    plan = request.plan
+    on_host = plan.placement.device in HOST_BACKENDS
+    backend: BaseBackend = prepare_device(request, select_host_backend if on_host else select_device_backend)
+    request.report("loading weights by transformers")
+    model = load_model(request.checkpoint, backend)
+    vocab_size = request.checkpoint.needs().vocab_size
+    steps = GenerationSteps(model, vocab_size)
+    request.report("warming up")
+    with torch.inference_mode():
+        batches, takes_chunks = check_batches(steps), check_chunks(steps)
+        capacity = kv_capacity(steps, request, batches)
+    _LOG.info(
+        "transformers computes %s: %s, prompts %s",
+        type(model).__name__,
+        "decodes of all sequences together" if batches else "one sequence after the other",
+        "in parts" if takes_chunks else "whole",
+    )
+    runner = GenerationRunner(steps, Sampler(vocab_size), batches=batches, takes_chunks=takes_chunks)
+    limits = EngineLimits(plan.memory.max_model_len, plan.memory.max_running_seqs, plan.memory.max_batch_tokens)
+    pool = KvSlots(plan.memory.max_running_seqs, capacity, shares=False)
+    budget = PrefillBudget(limits.max_batch_tokens, plan.steps.itl_target_seconds, request.step_time_model)
+    scheduler = Scheduler(pool, budget, limits, request.eos_token_ids)
+    engine = GenerationEngine(scheduler, runner, throttle_correction=ThrottleCorrection(plan.cpu.throttling_quota))
+    return BuiltEngine(engine, runner, model, backend)
+
+
+def load_model(checkpoint: Checkpoint, backend: BaseBackend) -> PreTrainedModel:
+    """Load the weights, without code of the checkpoint's own. Raises `CheckpointInvalid` if some are missing."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            checkpoint.directory,
+            dtype=backend.dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise CheckpointInvalid(
+            f"transformers {transformers.__version__} cannot load this checkpoint: {said}"
+        ) from error
+    for what, names in (("are missing in", info["missing_keys"]), ("have another shape in", info["mismatched_keys"])):
+        if names:
+            listed = join_names(sorted(str(name) for name in names))
+            raise CheckpointInvalid(
+                f"{len(names)} weights of the {type(model).__name__} {what} the checkpoint: {listed}."
+            )
+    if info["unexpected_keys"]:
+        _LOG.warning(
+            "weights that %s does not use: %s", type(model).__name__, join_names(sorted(info["unexpected_keys"]))
+        )
+    model.eval().to(backend.device)
+    return model
+
+
+# ---- what can be batched, and what it takes --------------------------------------------------------------------------
+
+
+def _sequence(steps: GenerationSteps, length: int, seed: int) -> tuple[Rows, list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(0, steps.vocab_size, (length + _CHECKED_STEPS,), generator=generator).tolist()
+    request = Generate("warm-up", tuple(token_ids), SamplingParams(max_tokens=1), arrived_at=0.0)
+    return Rows([make_sequence(request)]), token_ids
+
+
+def _alone(steps: GenerationSteps, length: int, seed: int) -> Tensor:
+    rows, token_ids = _sequence(steps, length, seed)
+    first = steps.advance(rows, [token_ids[:length]])
+    return torch.stack([first, *(steps.advance(rows, [[token_id]]) for token_id in token_ids[length:])])
+
+
+def _together(steps: GenerationSteps, lengths: Items[int]) -> Tensor | None:
+    """Return the logits of prompts that are computed alone and then decoded as a batch; None if they cannot be."""
+    started = [_sequence(steps, length, seed) for seed, length in enumerate(lengths)]
+    for (rows, token_ids), length in zip(started, lengths, strict=True):
+        steps.advance(rows, [token_ids[:length]])
+    if not all(can_batch(steps.model, rows) for rows, _ in started):
+        return None
+    batch = join([rows for rows, _ in started])
+    following = zip(*(token_ids[-_CHECKED_STEPS:] for _, token_ids in started), strict=True)
+    return torch.stack([steps.advance(batch, [[token_id] for token_id in token_ids]) for token_ids in following])
+
+
+def _difference(steps: GenerationSteps, lengths: Items[int]) -> tuple[float, float] | None:
+    together = _together(steps, lengths)
+    if together is None:
+        return None
+    alone = torch.cat([_alone(steps, length, seed)[1:] for seed, length in enumerate(lengths)], 1)
+    return float((together - alone).abs().max()), float(alone.abs().max())
+
+
+def check_batches(steps: GenerationSteps) -> bool:
+    """Return True if rows of different lengths have the same logits in a batch as alone, up to rounding."""
+    try:
+        noise = _difference(steps, (max(_CHECKED_LENGTHS),) * 2)
+        ragged = _difference(steps, _CHECKED_LENGTHS)
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
+        _LOG.debug("rows cannot be batched: %s", error)
+        return False
+    return noise is not None and ragged is not None and ragged[0] <= _tolerance(steps, *noise)
+
+
+def _tolerance(steps: GenerationSteps, noise: float, largest: float) -> float:
+    least = max(_LEAST_TOLERANCE, 2 * torch.finfo(steps.model.dtype).eps)
+    return max(_NOISE_FACTOR * noise, least * largest)
+
+
+def check_chunks(steps: GenerationSteps) -> bool:
+    """Return True if a prompt that is computed in parts has the same logits as one that is computed at once."""
+    length = max(_CHECKED_LENGTHS)
+    whole = _alone(steps, length, 0)
+    rows, token_ids = _sequence(steps, length, 0)
+    try:
+        for start in range(0, length, 4):
+            logits = steps.advance(rows, [token_ids[start : min(start + 4, length)]])
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
+        _LOG.debug("prompts cannot be computed in parts: %s", error)
+        return False
+    return float((logits - whole[0]).abs().max()) <= _tolerance(steps, 0.0, float(whole.abs().max()))
+
+
+def kv_capacity(steps: GenerationSteps, request: BuildRequest[Any], batches: bool) -> int:
+    """Return how many tokens the planned memory holds, from what two sequences were measured to keep.
+
+    Raises `PlanImpossible` if it holds no useful context.
+    """
+    memory = request.plan.memory
+    kept = []
+    lengths = [min(length, memory.max_model_len) for length in _MEASURED_LENGTHS]
+    for length in lengths:
+        rows, token_ids = _sequence(steps, length, 0)
+        steps.advance(rows, [token_ids[:length]])
+        kept.append(kept_bytes(rows.kwargs))
+    each = max(0, kept[1] - kept[0]) // max(1, lengths[1] - lengths[0])
+    fixed = max(0, kept[0] - lengths[0] * each)
+    most = memory.max_running_seqs * memory.max_model_len
+    if not each:
+        return most
+    fits = (memory.kv_cache_bytes - fixed * memory.max_running_seqs) // (each * (PADDED if batches else 1))
+    if fits < lengths[1]:
+        raise PlanImpossible(
+            f"kv_cache_bytes is {format_bytes(memory.kv_cache_bytes)}, but a sequence keeps {format_bytes(fixed)} and each of its tokens"
+            f" {format_bytes(each)}: lower max_running_seqs ({memory.max_running_seqs}) or give the server more memory."
+        )
+    return min(most, fits)

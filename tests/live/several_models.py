@@ -1,0 +1,79 @@
+"""A real server with several models, in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from app.server.app import create_app
+from app.server.listeners import listen, url_of
+from app.server.models import ModelRegistry
+from app.server.process import server_config
+from app.settings import Settings
+from tests.live.live_server import PATIENCE, until
+
+
+class LiveModels:
+    """`client` speaks to the server; `registry` has its models."""
+
+    def __init__(self, models: Mapping[str, Path | Mapping[str, Any]], **common: Any) -> None:
+        self.fatal: list[BaseException] = []
+        given = Settings(port=0, **common)
+        usual: dict[str, Any] = {"threads": 1, "precision": "fp32", "calibrate": "off"}
+        tables = {name: model if isinstance(model, Mapping) else {"model": model} for name, model in models.items()}
+        settings = [
+            Settings(**{**common, **usual, **table, "served_model_name": (name, *table.get("served_model_name", ()))})
+            for name, table in tables.items()
+        ]
+        self.registry = ModelRegistry(given, settings, self.fatal.append)
+        (listener,) = listen(given.host, given.port).sockets
+        self.url = url_of(listener)
+        self.server = uvicorn.Server(server_config(create_app(self.registry.runtime()), given))
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        self._thread.start()
+
+    def wait_until_ready(self) -> LiveModels:
+        until(lambda: bool(self.fatal) or self.client.get("/readyz").status_code == 200)
+        return self
+
+    def states(self) -> dict[str, str]:
+        return {name: one["state"] for name, one in self.client.get("/readyz").json()["models"].items()}
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def run(self, function: Any, *arguments: Any) -> Any:
+        """Call a function on the server's event loop, and return its result."""
+
+        async def call() -> Any:
+            return function(*arguments)
+
+        return asyncio.run_coroutine_threadsafe(call(), self.registry._loop).result(PATIENCE)
+
+    def stop(self) -> None:
+        self.client.close()
+        self.server.should_exit = True
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def several(models: Mapping[str, Path | Mapping[str, Any]], **common: Any) -> Iterator[LiveModels]:
+    """A server that is ready, and stopped afterwards."""
+    environment = dict(os.environ)
+    server = LiveModels(models, **common)
+    try:
+        yield server.wait_until_ready()
+    finally:
+        server.stop()
+        os.environ.clear()
+        os.environ.update(environment)

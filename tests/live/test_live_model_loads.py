@@ -1,0 +1,223 @@
+"""Models that are loaded on demand, unloaded, or cannot be loaded, beside others that serve."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.server import models as registry_module
+from tests.live.live_server import PATIENCE, until
+from tests.live.several_models import LiveModels, several
+from tiny_checkpoints import write_checkpoint
+from tiny_encoders import write_encoder
+
+
+@pytest.fixture(scope="module")
+def embed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("checkpoints") / "embed")
+
+
+def on_demand(model: Path, **more: Any) -> dict[str, Any]:
+    return {"model": model, "load": "on-demand", **more}
+
+
+def embeds(server: LiveModels, name: str, status: int = 200) -> dict[str, Any]:
+    answer = server.post("/v1/embeddings", model=name, input="a")
+    assert answer.status_code == status, answer.text
+    return dict(answer.json())
+
+
+def test_the_first_request_loads_a_model_and_waits_for_it(tiny: Path, embed: Path) -> None:
+    with several({"tiny": tiny, "embed": on_demand(embed)}) as server:
+        assert server.states() == {"tiny": "ready", "embed": "unloaded"}
+        listed = {one["id"]: one["status"]["value"] for one in server.client.get("/v1/models").json()["data"]}
+        assert listed == {"tiny": "loaded", "embed": "unloaded"}
+        assert [one["name"] for one in server.client.get("/api/ps").json()["models"]] == ["tiny"]
+        answers: list[int] = []
+        clients = [
+            threading.Thread(target=lambda: answers.append(embeds(server, "embed")["usage"]["total_tokens"]))
+            for _ in range(4)
+        ]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join(PATIENCE)
+        assert len(answers) == 4
+        assert server.states() == {"tiny": "ready", "embed": "ready"}
+
+
+def test_a_client_whose_wait_would_be_too_long_is_told_when_to_come_back(tiny: Path, embed: Path) -> None:
+    with several({"tiny": tiny, "embed": on_demand(embed, request_timeout_seconds=2.0)}) as server:
+        (entry,) = server.registry.entries[1:]
+        entry.load_seconds = 600.0  # as an earlier load took
+        refused = server.post("/v1/embeddings", model="embed", input="a")
+        assert refused.status_code == 503
+        assert 590 <= int(refused.headers["retry-after"]) <= 601
+        until(lambda: server.states()["embed"] == "ready")  # the load goes on
+        embeds(server, "embed")
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_others_serving(tiny: Path, tmp_path: Path) -> None:
+    broken = write_checkpoint(tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    with several({"tiny": tiny, "broken": broken, "absent": tmp_path / "absent"}) as server:
+        assert server.client.get("/readyz").status_code == 200
+        assert server.states() == {"tiny": "ready", "broken": "failed", "absent": "failed"}
+        assert server.client.get("/healthz").status_code == 200
+        assert server.post("/v1/completions", model="tiny", prompt="a", max_tokens=1).status_code == 200
+        refused = server.post("/v1/completions", model="broken", prompt="a")
+        assert refused.status_code == 503
+        assert "tokenizer.json" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        absent = server.post("/v1/completions", model="absent", prompt="a")
+        assert (absent.status_code, str(tmp_path / "absent") in absent.text) == (503, True)
+        status = {one["id"]: one["status"] for one in server.client.get("/v1/models").json()["data"]}
+        assert status["broken"] == {"value": "unloaded", "failed": True}
+        assert not server.fatal
+
+
+def test_the_process_ends_if_no_model_can_be_loaded(tmp_path: Path) -> None:
+    folders = [write_checkpoint(tmp_path / name) for name in ("one", "two")]
+    for folder in folders:
+        (folder / "tokenizer.json").write_text("{")
+    with several(dict(zip(("one", "two"), folders, strict=True))) as server:
+        assert len(server.fatal) == 1
+        assert server.client.get("/healthz").status_code == 500
+
+
+def test_a_failed_model_is_loaded_again_once_it_can_be(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(registry_module, "FIRST_RETRY_SECONDS", 0.05)
+    late = tmp_path / "late"
+    with several({"tiny": tiny, "late": late}) as server:
+        assert server.states()["late"] == "failed"
+        write_checkpoint(late)
+        until(lambda: server.post("/v1/completions", model="late", prompt="a", max_tokens=1).status_code == 200)
+
+
+def test_unloading_waits_for_open_requests_and_the_next_one_loads_again(tiny: Path, embed: Path) -> None:
+    with several({"tiny": tiny, "embed": embed}, model_control="on") as server:
+        with server.client.stream(
+            "POST",
+            "/v1/completions",
+            json={"model": "tiny", "prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True},
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            unloading = threading.Thread(target=server.post, args=("/models/unload",), kwargs={"model": "tiny"})
+            unloading.start()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        unloading.join(PATIENCE)
+        assert server.states() == {"tiny": "unloaded", "embed": "ready"}
+        counted = 'armature_tokens_total{kind="completion",model="tiny"} 200.0'
+        assert counted in server.client.get("/metrics").text
+        assert server.post("/v1/completions", model="tiny", prompt="a", max_tokens=1).status_code == 200
+        after = server.client.get("/metrics").text
+        assert counted.replace("200", "201") in after  # the counters go on
+        assert 'armature_ready{model="tiny"} 1.0' in after
+
+
+@pytest.mark.parametrize("dialect", ["oip", "llama_cpp", "ollama"])
+def test_clients_load_and_unload_by_each_dialect(tiny: Path, embed: Path, dialect: str) -> None:
+    def control(server: LiveModels, loads: bool) -> Any:
+        verb = "load" if loads else "unload"
+        if dialect == "oip":
+            return server.post(f"/v2/repository/models/tiny/{verb}")
+        if dialect == "llama_cpp":
+            return server.post(f"/models/{verb}", model="tiny")
+        return server.post("/api/generate", model="tiny", **({} if loads else {"keep_alive": 0}), stream=False)
+
+    with several({"tiny": tiny, "embed": embed}, model_control="on") as server:
+        for _ in range(2):
+            for loads, state, code in ((False, "unloaded", "UNAVAILABLE"), (True, "ready", "READY")):
+                answer = control(server, loads)
+                assert answer.status_code == 200, answer.text
+                until(lambda state=state: server.states()["tiny"] == state)  # type: ignore[misc]
+                index = server.post("/v2/repository/index").json()
+                assert index[0] == {
+                    "name": "tiny",
+                    "version": "1",
+                    "state": code,
+                    "reason": "" if loads else "unloaded",
+                }
+        if dialect == "ollama":
+            assert control(server, False).json()["done_reason"] == "unload"
+        assert server.post("/v2/repository/models/absent/load").status_code == 404
+        assert server.post("/models/load", model="absent").status_code == 404
+        files = {"parameters": {"config": "{}", "file:1/model.onnx": "AAAA"}}
+        assert server.post("/v2/repository/models/tiny/load", **files).status_code == 400
+
+
+def test_keep_alive_is_a_time_without_requests(tiny: Path, embed: Path) -> None:
+    with several({"tiny": tiny, "embed": embed}, model_control="on") as server:
+        for value in ("10m", 600, "600"):
+            server.post("/api/generate", model="tiny", prompt="a", keep_alive=value, stream=False)
+            assert 590 < server.registry.entries[0].timer.when() - server.run(server.registry._loop.time) <= 600
+        server.post("/api/generate", model="tiny", prompt="a", keep_alive=-1, stream=False)
+        assert server.registry.entries[0].timer is None
+        wrong = server.post("/api/generate", model="tiny", prompt="a", keep_alive="soon", stream=False)
+        assert (wrong.status_code, "keep_alive" in wrong.json()["error"]) == (400, True)
+        server.post("/api/generate", model="tiny", prompt="a", keep_alive="1ms", stream=False)
+        until(lambda: server.states()["tiny"] == "unloaded")
+
+
+def test_a_model_is_unloaded_after_its_idle_time(tiny: Path, embed: Path) -> None:
+    with several({"tiny": tiny, "embed": {"model": embed, "unload_after_seconds": 0.05}}) as server:
+        until(lambda: server.states()["embed"] == "unloaded")
+        embeds(server, "embed")
+        until(lambda: server.states()["embed"] == "unloaded")
+        assert server.states()["tiny"] == "ready"
+
+
+def test_the_least_recently_used_one_is_unloaded_if_memory_is_short(embed: Path, monkeypatch: Any) -> None:
+    with several({name: on_demand(embed) for name in ("one", "two", "three")}) as server:
+        assert server.client.get("/readyz").status_code == 200  # each can be loaded
+        embeds(server, "one")
+        taken = server.registry.entries[0].taken
+        assert taken is not None
+        real = registry_module.memory_wish
+
+        def scarce(*arguments: Any) -> Any:  # room for two and a half
+            wish = real(*arguments)
+            return type(wish)(wish.device, taken.total * 5 // 2, wish.fixed, wish.least, wish.total)
+
+        monkeypatch.setattr(registry_module, "memory_wish", scarce)
+        embeds(server, "two")
+        embeds(server, "one")
+        embeds(server, "three")
+        assert server.states() == {"one": "ready", "two": "unloaded", "three": "ready"}
+        embeds(server, "two")
+        assert server.states() == {"one": "unloaded", "two": "ready", "three": "ready"}
+
+
+def test_a_worker_that_fails_is_started_again_while_others_serve(tiny: Path, embed: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(registry_module, "FIRST_RETRY_SECONDS", 0.05)
+    with several({"tiny": tiny, "embed": embed}) as server:
+        before = server.registry.entries[0].serving
+        before.worker.error = RuntimeError("the device is gone")  # the thread ends after the next command
+        server.post("/v1/completions", model="tiny", prompt="a", max_tokens=1)
+        until(lambda: server.registry.entries[0].serving is not before and server.states()["tiny"] == "ready")
+        embeds(server, "embed")
+        assert server.post("/v1/completions", model="tiny", prompt="a", max_tokens=1).status_code == 200
+        assert not server.fatal
+
+
+def test_the_server_stops_while_a_model_is_loading_and_requests_wait(tiny: Path) -> None:
+    with several({"tiny": tiny, "late": on_demand(tiny)}) as server:
+        held = asyncio.run_coroutine_threadsafe(server.registry._loading.acquire(), server.registry._loop)
+        assert held.result(PATIENCE)  # as if another model were loading
+        statuses: list[int] = []
+        client = threading.Thread(
+            target=lambda: statuses.append(server.post("/v1/completions", model="late", prompt="a").status_code)
+        )
+        client.start()
+        until(lambda: server.registry.entries[1].state == "loading")
+        server.server.should_exit = True
+        server.server.config.timeout_graceful_shutdown = 0
+        client.join(PATIENCE)
+        assert statuses == [503]

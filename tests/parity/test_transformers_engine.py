@@ -1,0 +1,136 @@
+"""Models that the library transformers computes: their text is that of its own `generate`, whatever runs beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.errors import CheckpointInvalid, RequestError
+from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from transformers_checkpoints import (
+    PROMPTS,
+    build_engine,
+    differing_prompts,
+    generated_ids,
+    greedy_ids,
+    write_transformers_checkpoint,
+)
+
+# What the model keeps, and whether its rows are batched and its prompts computed in parts.
+CLASSES = {
+    "CodeGenForCausalLM": (True, True),  # keys and values
+    "MistralForCausalLM": (True, True),  # of a window
+    "RobertaForCausalLM": (True, True),  # positions that begin after the padding token's
+    "MambaForCausalLM": (True, False),  # states
+    "JambaForCausalLM": (True, False),  # both, with experts
+    "RwkvForCausalLM": (False, None),  # states in lists
+    "OpenAIGPTLMHeadModel": (False, None),  # nothing: every step computes all tokens
+}
+FEW = ("MistralForCausalLM", "MambaForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function that writes the tiny checkpoint of a class once, and returns its directory and its model."""
+    found: dict[str, tuple[Path, Any]] = {}
+
+    def write(architecture: str) -> tuple[Path, Any]:
+        if architecture not in found:
+            directory = tmp_path_factory.mktemp(architecture) / "model"
+            found[architecture] = directory, write_transformers_checkpoint(directory, architecture)
+        return found[architecture]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "architecture", [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in CLASSES]
+)
+def test_greedy_text_is_that_of_generate_alone_and_in_a_crowd(architecture: str, written: Any) -> None:
+    directory, model = written(architecture)
+    engine = build_engine(directory)
+    batches, takes_chunks = CLASSES[architecture]
+    assert engine.runner.batches is batches
+    assert takes_chunks is None or engine.runner.takes_chunks is takes_chunks
+    assert differing_prompts(engine, model) == []
+    assert engine.snapshot().kv_used_tokens == 0, "nothing is kept of sequences that have ended"
+
+
+@pytest.mark.parametrize("architecture", FEW)
+def test_a_prompt_longer_than_a_step_and_a_preempted_sequence_have_the_same_text(
+    architecture: str, written: Any
+) -> None:
+    directory, model = written(architecture)
+    engine = build_engine(directory, max_batch_tokens=64, max_running_seqs=4)
+    pool = engine.scheduler.pool
+    pool.capacity_tokens = 190  # less than what the three take at their ends
+    prompts = [tuple(range(start, start + 100 - 40 * place)) for place, start in enumerate((5, 20, 30))]
+    assert greedy_ids(engine, prompts, 20) == [generated_ids(model, prompt, 20) for prompt in prompts]
+
+
+def test_rows_of_very_different_lengths_are_not_padded_to_the_longest(written: Any) -> None:
+    directory, model = written("MistralForCausalLM")
+    engine = build_engine(directory)
+    engine.scheduler._limits = engine.scheduler._limits  # the plan's
+    sizes: list[int] = []
+    advance = engine.runner.steps.advance
+    engine.runner.steps.advance = lambda rows, ids: sizes.append(len(rows)) or advance(rows, ids)
+    prompts = [tuple(range(3, 253)), (5, 6), (7, 8)]
+    assert greedy_ids(engine, prompts, 5) == [generated_ids(model, prompt, 5) for prompt in prompts]
+    assert max(sizes) == 3
+    greedy_ids(engine, [tuple(range(3, 253)), (5, 6), (7, 8)], 5)
+
+
+def test_choices_random_numbers_and_leaving_clients(written: Any) -> None:
+    directory, model = written("MambaForCausalLM")
+    engine = build_engine(directory)
+    params = SamplingParams(max_tokens=6, seed=3, n=2, ignore_eos=True, logprobs=1)
+
+    def texts(others: int) -> dict[int, list[int]]:
+        for place in range(others):
+            engine.add(Generate(f"other{place}", (9, 8, 7), SamplingParams(max_tokens=40, ignore_eos=True), 0.0))
+        engine.add(Generate("request", (5, 6, 7), params, arrived_at=0.0))
+        found: dict[int, list[int]] = {0: [], 1: []}
+        ended = 0
+        while engine.has_work:
+            for event in engine.step():
+                if isinstance(event, TokensReady) and event.request_id == "request":
+                    assert len(event.logprobs) == len(event.token_ids)
+                    found[event.choice] += event.token_ids
+                ended += isinstance(event, SequenceFinished) and event.request_id == "request"
+            if ended == 2:
+                for place in range(others):
+                    engine.abort(Abort(f"other{place}"))
+        return found
+
+    alone = texts(0)
+    assert texts(3) == alone and alone[0] != alone[1]
+    assert greedy_ids(engine, PROMPTS[:1]) == [generated_ids(model, PROMPTS[0])]
+
+
+@pytest.mark.parametrize("field, value", [("beam_width", 2), ("prompt_logprobs", 1)])
+def test_what_is_not_offered_is_refused_by_its_name(field: str, value: int, written: Any) -> None:
+    engine = build_engine(written("MambaForCausalLM")[0])
+    params = SamplingParams(**{field: value, "max_tokens": 4})
+    (event,) = engine.add(Generate("request", (5, 6), params, arrived_at=0.0))
+    assert isinstance(event, RequestFailed) and isinstance(event.error, RequestError)
+    assert event.error.field == field and "transformers" in event.error.message
+    engine.check()
+
+
+def test_weights_that_are_missing_are_never_random(written: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source, _ = written("MambaForCausalLM")
+    for file in source.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["backbone.layers.1.mixer.in_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointInvalid, match=r"missing in the checkpoint: backbone\.layers\.1\.mixer\.in_proj\.weight"
+    ):
+        build_engine(tmp_path)
