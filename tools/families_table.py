@@ -35,7 +35,7 @@ expect:
 layer also reads a row of its own for each token, from one table that stays mapped as the file has it: 3.75 GiB of the
 8.3 of E2B, of which a step reads 15 KiB a token. A plan counts the whole table.
 
-**A recurrent state** (Qwen3-Next, Qwen 3.5, Granite 4, Bamba) has one size for any length: 19 MiB for each sequence of
+**A recurrent state** (Qwen3-Next, Qwen 3.5, Granite 4, Nemotron-H, Bamba, Mamba-2) has one size for any length: 19 MiB for each sequence of
 Qwen3.5-0.8B, in FP32. It cannot go back, so with such a model no prefix is reused, not even for further choices, and
 there is no speculation and no prompt cache. They are computed on processors only.
 

@@ -177,6 +177,27 @@ _MAMBA = {
     "mamba_d_state": 13,
     "mamba_d_conv": 3,
 }
+_NEMOTRON_H = {
+    **TINY,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "ssm_state_size": 13,
+}
+_NEMOTRON_H.pop("num_hidden_layers")
+_MAMBA2 = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 8,
+    "n_groups": 2,
+    "state_size": 13,
+    "conv_kernel": 3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 _GRANITE_HYBRID = {
     **_MAMBA,
     **_MULTIPLIERS,
@@ -354,6 +375,8 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": {**_DELTA_RULE, **_SHARED, "mlp_only_layers": [1]},
     "Qwen3_5ForCausalLM": _DELTA_RULE,
     "GraniteMoeHybridForCausalLM": {**_GRANITE_HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "NemotronHForCausalLM": _NEMOTRON_H,
+    "Mamba2ForCausalLM": {**_MAMBA2, "use_bias": True},
     "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True, "mlp_bias": True},
     "Qwen3_5ForConditionalGeneration": {"text_config": _DELTA_RULE},
     "Qwen3_5MoeForCausalLM": {**_DELTA_RULE, **_SHARED},

@@ -124,6 +124,24 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "mlp_only_layers": [1],
     },
+    "NemotronHForCausalLM": {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 5,
+        "hybrid_override_pattern": "M-M*M",
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 10,
+        "n_groups": 2,
+        "ssm_state_size": 13,
+        "conv_kernel": 4,
+    },
+    "Mamba2ForCausalLM": {
+        "model_type": "mamba2",
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 2,
+        "state_size": 13,
+        "conv_kernel": 3,
+    },
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 MIXTURES: dict[str, dict[str, Any]] = {

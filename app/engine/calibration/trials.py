@@ -345,7 +345,10 @@ class DecoderTrial:
 def _truncated_config(config: ModelConfig, layers: int) -> ModelConfig:
     # Layers without experts come first, and most layers have experts.
     experts = None if config.experts is None else replace(config.experts, layers=config.experts.layers[-layers:])
-    cut = {name: getattr(config, name)[:layers] for name in ("windows", "ropes", "inner_sizes", "gate_deviations")}
+    cut = {
+        name: getattr(config, name)[:layers]
+        for name in ("windows", "ropes", "inner_sizes", "gate_deviations", "mixers")
+    }
     convolution = config.convolution
     if convolution is not None:  # the first layers attend to nothing, so begin with one that does
         first = convolution.layers.index(False)
@@ -353,7 +356,7 @@ def _truncated_config(config: ModelConfig, layers: int) -> ModelConfig:
         convolution = replace(convolution, layers=order[:layers])
     recurrent = config.recurrent
     if recurrent is not None:  # the same
-        first = recurrent.layers.index(False) if not all(recurrent.layers) else 0
+        first = 0 if config.mixers or all(recurrent.layers) else recurrent.layers.index(False)
         order = (*recurrent.layers[first:], *recurrent.layers[:first])
         recurrent = replace(recurrent, layers=order[:layers])
     # Every layer has its own keys and values, so that few layers need not have one of each kind.

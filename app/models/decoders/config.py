@@ -69,7 +69,8 @@ class ModelConfig:
     the same window. `full_heads`: layers with full attention have other heads of keys and values. `layer_factors`: the
     result of a layer is multiplied by a stored number. `recurrent`: some layers have a recurrent state in place of
     attention. `has_output_gate`: the result of attention is multiplied by the sigmoid of gates, which the product of
-    queries computes too.
+    queries computes too. `mixers`: the layers with attention or a state, in a model whose layers have one branch; the inner
+    size of the others is in `inner_sizes`.
     """
 
     architecture: str
@@ -120,6 +121,7 @@ class ModelConfig:
     layer_factors: bool = False
     recurrent: RecurrentConfig | None = None
     has_output_gate: bool = False
+    mixers: tuple[bool, ...] = ()
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -158,13 +160,17 @@ class ModelConfig:
         return max(1, sum(map(self.writes_cache, range(self.num_layers))))
 
     def writes_cache(self, layer: int) -> bool:
-        return layer < self.num_layers - self.shared_kv_layers and not self.has_state(layer)
+        attends = self.has_mixer(layer) and not self.has_state(layer)
+        return attends and layer < self.num_layers - self.shared_kv_layers
 
     def cache_layer(self, layer: int) -> int:
         """Return which of the layers that write keys and values has those that a layer reads."""
         own = [one for one in range(self.num_layers) if self.writes_cache(one)]
         source = layer if layer in own else max(one for one in own if self.windows[one] == self.windows[layer])
         return own.index(source)
+
+    def has_mixer(self, layer: int) -> bool:
+        return not self.mixers or self.mixers[layer]
 
     def has_state(self, layer: int) -> bool:
         return self.recurrent is not None and self.recurrent.layers[layer]
@@ -263,11 +269,13 @@ def _maps(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _shape(config: ConfigReader, family: DecoderFamily) -> Fields:
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
+    kinds = config.values.get("layers_block_type") if family.is_hybrid else None
+    layers = {"default": len(kinds)} if isinstance(kinds, list) else {}
     inner = None if config.has("intermediate_size") or family.fields.get("is_gated", True) else 4 * hidden_size
     if isinstance(config.values.get("intermediate_size"), list):
         inner = max(config.integers("intermediate_size"))
     return {
-        "num_layers": config.integer("num_hidden_layers", at_most=MAX_LAYERS),
+        "num_layers": config.integer("num_hidden_layers", **layers, at_most=MAX_LAYERS),
         "num_heads": num_heads,
         "num_kv_heads": _kv_heads(config, num_heads),
         "head_dim": config.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads)),

@@ -475,9 +475,7 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
 
 # What is not offered -> the starts of the class names that need it.
 UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "state-space layers, whose state is not a KV cache": (
-        *("Mamba", "FalconMamba", "FalconH1", "Jamba", "Zamba", "NemotronH"),
-    ),
+    "state-space layers, whose state is not a KV cache": (*("Mamba", "FalconMamba", "FalconH1", "Jamba", "Zamba"),),
     "recurrent layers with a state, such as linear attention": (
         *(
             "Rwkv",

@@ -11,12 +11,14 @@ from app.models.config_reader import ConfigReader
 from app.models.decoders import expert_values
 from app.models.decoders import family_values as values
 from app.models.decoders.families_experts import GRANITE_MOE_PARTS
-from app.models.decoders.family import DecoderFamily, Fields
+from app.models.decoders.family import DecoderFamily, Fields, layer_names
 from app.models.decoders.layer_config import ExpertsConfig, HeadNormConfig, NormConfig, RecurrentConfig
 from armature_kernels.attention.recurrent_sizes import MAX_WIDTH, RecurrentSizes
 from armature_kernels.elementwise.routing_rule import Routing
 
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H
 _WORDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
+_NO_LIMIT = 2**20  # tokens of a context without attention
 _INTERVAL = 4  # of layers with attention, unless config.json says it
 
 
@@ -157,6 +159,54 @@ def granite_hybrid(config: ConfigReader, fields: Fields) -> Fields:
     return {**found, **expert_values.checked_experts(config, experts)}
 
 
+def mamba2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read a model without attention, which has no positions and no longest context. A token takes a few bytes all the same."""
+    count = fields["num_layers"]
+    return {
+        **mamba(config, fields, (True,) * count),
+        **_branches(count, (True,) * count, 0),
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "max_model_len": _NO_LIMIT,
+    }
+
+
+def _branches(count: int, mixers: tuple[bool, ...], inner: int) -> Fields:
+    """Return the fields of layers with one branch each: those in `mixers`, or an MLP of this inner size."""
+    return {
+        "placement": "single",
+        "mixers": mixers,
+        "inner_sizes": tuple(0 if mixes else inner for mixes in mixers),
+        "ropes": (None,) * count,
+    }
+
+
+def nemotron_h(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the kind of each layer: Mamba-2, attention or an MLP."""
+    words = layer_words(config)
+    if "moe" in words:
+        raise CheckpointInvalid(f"{config.where}: experts without gates are not offered.")
+    known = {*_WORDS, "mlp"}
+    if not known.issuperset(words):
+        raise CheckpointInvalid(f"{config.where}: layers of the kinds {sorted({*words} - known)} are not known.")
+    values.refuse(config, "mamba_hidden_act", "silu", "another activation of its convolutions than silu")
+    found = mamba(config, fields, tuple(_WORDS.get(word, False) for word in words))
+    least = config.number("time_step_min", 0.001)
+    if "recurrent" in found:
+        found["recurrent"] = replace(found["recurrent"], step_limits=(least, math.inf))
+    mixers = tuple(word != "mlp" for word in words)
+    return {**found, **_branches(len(words), mixers, fields["intermediate_size"])}
+
+
+def layer_words(config: ConfigReader) -> tuple[str, ...]:
+    """Return the kind of each layer of Nemotron-H, which says them as words or as letters."""
+    listed = config.values.get("layers_block_type")
+    if isinstance(listed, list):
+        return tuple(map(str, listed))
+    return tuple(_LETTERS.get(letter, letter) for letter in config.text("hybrid_override_pattern"))
+
+
 _QWEN3_NEXT = DecoderFamily(
     model_type="qwen3_next",
     title="Qwen3-Next",
@@ -185,6 +235,15 @@ def _text_half(family: DecoderFamily, model_type: str) -> DecoderFamily:
     )
 
 
+_MAMBA_PARTS = ("in_proj.", "out_proj.", "conv1d.", "norm.", "A_log", "D", "dt_bias")
+_BACKBONE = {"backbone.": "model."}
+_BACKBONE_NAMES = {
+    "model.embeddings": "model.embed_tokens",
+    "model.embedding": "model.embed_tokens",
+    "model.norm_f": "model.norm",
+    **layer_names("model.layers", {"norm": "input_layernorm"}),
+}
+
 RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _QWEN3_5,
@@ -198,6 +257,59 @@ RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
         fields={"fused_gate_up": True},
         read=granite_hybrid,
         parts=GRANITE_MOE_PARTS,
+        is_hybrid=True,
+    ),
+    "NemotronHForCausalLM": DecoderFamily(
+        model_type="nemotron_h",
+        title="Nemotron-H and Nemotron Nano 2 (without experts)",
+        aliases={
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_proj_bias": "use_bias",
+        },
+        head_dim=128,
+        norm_eps="layer_norm_epsilon",
+        eps=1e-5,
+        attention_biases="none",
+        has_mlp_bias=True,
+        activation=("mlp_hidden_act", "relu2"),
+        fields={"is_gated": False},
+        read=nemotron_h,
+        prefixes=_BACKBONE,
+        parts={
+            **{f".mixer.{part}": f".mamba.{part}" for part in _MAMBA_PARTS},
+            **{f".mixer.{part}_proj.": f".self_attn.{part}_proj." for part in "qkvo"},
+            ".mixer.": ".mlp.",
+        },
+        names=_BACKBONE_NAMES,
+        ignored=("mtp.",),
+        is_hybrid=True,
+    ),
+    "Mamba2ForCausalLM": DecoderFamily(
+        model_type="mamba2",
+        title="Mamba-2, Codestral Mamba",
+        aliases={
+            "num_attention_heads": "num_heads",
+            "mamba_n_heads": "num_heads",
+            "mamba_d_head": "head_dim",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_state": "state_size",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_proj_bias": "use_bias",
+        },
+        norm_eps="layer_norm_epsilon",
+        eps=1e-5,
+        attention_biases="none",
+        fields={"is_gated": False},
+        read=mamba2,
+        prefixes=_BACKBONE,
+        parts={".mixer.": ".mamba."},
+        names=_BACKBONE_NAMES,
         is_hybrid=True,
     ),
     "BambaForCausalLM": DecoderFamily(

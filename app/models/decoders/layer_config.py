@@ -17,7 +17,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swi
 # - post: h + norm(attention h), then h + norm(mlp h)
 # - sandwich: h + norm(attention(norm h)), then h + norm(mlp(norm h))
 # - parallel: h + attention(norm h) + mlp(norm h)
-Placement = Literal["pre", "post", "sandwich", "parallel"]
+# - single: h + attention(norm h), or h + mlp(norm h): a layer has one of both
+Placement = Literal["pre", "post", "sandwich", "parallel", "single"]
 
 # How the rows of a fused product of queries, keys and values are stored:
 # - stacked: all queries, all keys, all values

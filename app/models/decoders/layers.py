@@ -614,6 +614,29 @@ class DecoderLayer(nn.Module):
         return result
 
 
+class BranchLayer(nn.Module):
+    """A layer of the placement `single`: attention, a state or an MLP, with a norm before it."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.attention = attention_of(config, layer, dtype) if config.has_mixer(layer) else None
+        self.mlp = mlp_of(config, layer) if self.attention is None else None
+        branch = self.attention or self.mlp
+        assert branch is not None, "one of both is there"
+        self.norm = Norm(f"model.layers.{layer}.input_layernorm", config.hidden_size, config.norm, dtype, branch.first)
+
+    def forward(self, hidden: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
+        """Run the layer on hidden [tokens, hidden], overwritten; `rows` are needed after it (None: all)."""
+        mixed = None if self.attention is None else self.attention(self.norm(hidden), angles, attend)
+        if rows is not None:
+            hidden, mixed = gather(hidden, rows), None if mixed is None else gather(mixed, rows)
+        if self.attention is not None and mixed is not None:
+            self.attention.out.add_to(hidden, mixed)
+        elif self.mlp is not None:
+            self.mlp.add_to(hidden, self.norm(hidden))
+        return hidden
+
+
 def _scaled(norm: NormConfig, factor: float) -> NormConfig:
     """Return the norm of x as a norm of factor · x."""
     return replace(norm, eps=norm.eps * factor**2)

@@ -30,10 +30,7 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
         shapes.update(_norm("model.embed_norm", config.norm, size))
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}"
-        shapes.update((f"{at}.{name}", shape) for name, shape in _mixer(config, layer))
-        shapes.update((f"{at}.{name}", shape) for name, shape in _mlp(config, layer))
-        for name in norms_of(config):
-            shapes.update((f"{at}.{tensor}", shape) for tensor, shape in _norm(name, config.norm, size))
+        shapes.update((f"{at}.{name}", shape) for name, shape in _layer(config, layer))
         if config.layer_factors:
             shapes[f"{at}.layer_scalar"] = (1,)
         if config.altup is not None:
@@ -164,6 +161,8 @@ class Product(NamedTuple):
 def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
     """Return the products of a layer's attention, or of its convolution, as computed; the last one is the output's."""
     hidden, heads = config.hidden_size, config.heads(layer)
+    if not config.has_mixer(layer):
+        return ()
     if config.has_convolution(layer):
         return (
             Product(("conv.in_proj",), (3 * hidden,), hidden, bias=False),
@@ -216,7 +215,7 @@ def _latent_products(config: ModelConfig, latent: LatentConfig) -> tuple[Product
 def mlp_name(config: ModelConfig, layer: int) -> str | None:
     """Return the name in a layer of the MLP that every token passes; None if there are only experts."""
     if config.experts is None or not config.has_experts(layer) or config.experts.apart:
-        return "mlp"
+        return "mlp" if config.inner_size(layer) else None
     return "mlp.shared_expert" if config.experts.shared_size else None
 
 
@@ -232,6 +231,8 @@ def norms_of(config: ModelConfig) -> tuple[str, ...]:
     match config.placement:
         case "pre":
             return ("input_layernorm", "post_attention_layernorm")
+        case "single":
+            return ("input_layernorm",)
         case "parallel":
             return ("input_layernorm",) if config.shares_norm else ("input_layernorm", "post_attention_layernorm")
         case "post":
@@ -261,6 +262,8 @@ def norm_elements(config: ModelConfig) -> int:
 
 def _head_elements(config: ModelConfig, layer: int) -> int:
     """Return the number of elements of the norms of a layer's heads, or of its short rows, and of its sinks."""
+    if not config.has_mixer(layer):
+        return 0
     if config.recurrent is not None and config.has_state(layer):
         return sum(math.prod(shape) for _, shape in _recurrent_vectors(config.recurrent))
     heads, norm = config.heads(layer), config.head_norm
@@ -297,6 +300,14 @@ def _norm(name: str, norm: NormConfig, size: int) -> Iterator[tuple[str, Shape]]
         yield f"{name}.weight", (size,)
     if norm.has_bias:
         yield f"{name}.bias", (size,)
+
+
+def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
+    if config.has_mixer(layer):
+        yield from _mixer(config, layer)
+    yield from _mlp(config, layer)
+    for name in norms_of(config):
+        yield from _norm(name, config.norm, config.hidden_size)
 
 
 def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
@@ -360,6 +371,8 @@ def _altup_around(config: ModelConfig, altup: AltUpConfig) -> Iterator[tuple[str
 
 def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     experts = config.experts
+    if mlp_name(config, layer) is None and not config.has_experts(layer):
+        return
     if experts is None or not config.has_experts(layer):
         yield from _one_mlp(config, "mlp", config.inner_size(layer))
         return
