@@ -116,7 +116,9 @@ BENCHES: Mapping[str, BenchCommand] = {
         {"--rounds": 5, "--url": None},
     ),
     "overhead": BenchCommand(
-        "the share of wall time that is not spent in the model, at decode ×8 over HTTP", {"--rounds": 5, "--url": None}
+        "the share of wall time that is not spent in the model, at decode ×8 over HTTP, and the server's time for a "
+        "streamed token and a short request",
+        {"--rounds": 5, "--url": None},
     ),
 }
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import zip_longest
 from pathlib import Path
+from textwrap import fill
 
 from app.models.decoders.families import DECODER_FAMILIES, UNSUPPORTED
 from tools.generated_page import write_or_check
+from tools.transformers_classes import RESULTS, is_served
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 HEAD = """# Families of decoders
@@ -25,19 +28,16 @@ A plan counts what a token takes in the cache of keys and values. Two kinds of l
 expect:
 
 - **Multi-head latent attention** (DeepSeek-V2 and V3, GLM 4.7 Flash, MiniCPM3, Youtu): the keys and values of all heads
-  are cached, values padded to the size of keys, not the short row from which they come. In BF16 a token of
-  DeepSeek-V2-Lite takes 324 KiB (27 layers, 16 heads of 192), and its short rows would take 30 KiB.
-- **Short convolutions** (LFM2, also with experts): the inputs of the convolutions are cached like keys and values, a
-  row for each token. So shared prefixes, the prompt cache, preemption and speculation are exact. In BF16 a token of
-  LFM2-1.2B takes 64 KiB (16 layers of 2,048 elements).
+  are cached, values padded to the size of keys: 324 KiB a token of DeepSeek-V2-Lite in BF16; its short rows take 30 KiB.
+- **Short convolutions** (LFM2, also with experts): their inputs are cached like keys and values, a row for each token, so
+  that prefixes, preemption and speculation are exact: 64 KiB a token of LFM2-1.2B in BF16.
 
-**Gemma 3n** takes less: its last layers read the keys and values of an earlier layer (40 KiB a token in BF16). Every
-layer also reads a row of its own for each token, from one table that stays mapped as the file has it: 3.75 GiB of the
-8.3 of E2B, of which a step reads 15 KiB a token. A plan counts the whole table.
+**Gemma 3n** takes less: its last layers read the keys and values of an earlier layer (40 KiB a token in BF16). Each layer
+also reads a row for each token from a table that stays mapped (3.75 of the 8.3 GiB of E2B). A plan counts all of it.
 
-**A recurrent state** (Qwen3-Next, Qwen 3.5, Granite 4, Nemotron-H, Bamba, Mamba-2) has one size for any length: 19 MiB for each sequence of
-Qwen3.5-0.8B, in FP32. It cannot go back, so with such a model no prefix is reused, not even for further choices, and
-there is no speculation and no prompt cache. They are computed on processors only.
+**A recurrent state** (Qwen3-Next, Qwen 3.5, Granite 4, Nemotron-H, Bamba, Mamba-2) has one size for any length, in FP32:
+19 MiB for a sequence of Qwen3.5-0.8B. It cannot go back, so no prefix is reused, and speculation and the prompt cache are
+off with such a model. They are computed on processors only.
 
 **Gemma 4** has such a table in E2B and E4B. Its layers of full attention have larger heads than those with a window, and a
 row of the cache has room for the larger of both: 512 elements of keys in E2B, of which layers with a window use 256.
@@ -55,11 +55,20 @@ A class with a slash is served as the text half of a model whose text model has 
 | `architectures` | models | `architectures` | models |
 |---|---|---|---|
 """
-REFUSED = """
-## Refused
+BY_TRANSFORMERS = """
+## Computed by transformers
 
-An architecture in this table is refused with its reason, any other one with a list of those that are served. A name
-stands for all classes that begin with it.
+With the extra (`pip install 'armature-serve[transformers]'`) the library of that name computes every other class of its
+causal mapping, in BF16 or FP32, with our scheduler, sampling and APIs; `--engine transformers` asks for it also where
+a family is native. The plan says what is missing there. Code of a checkpoint's own is never run (`trust_remote_code`
+stays off). A loaded model is tried: its rows are batched and its prompts computed in parts only if that gives the same
+logits. `python -m tools.transformers_classes` serves a tiny checkpoint of each class, whose greedy text must be that of
+`generate`, alone and in a crowd: {served} of {total} classes pass.
+"""
+REFUSED = """
+## Not native
+
+What these classes need no native engine has; a name stands for all classes that begin with it.
 
 | what the model needs | architectures |
 |---|---|
@@ -71,7 +80,21 @@ def page() -> str:
     pairs = zip_longest(cells[::2], cells[1::2], fillvalue="| | ")
     served = (f"{first}{second}|\n" for first, second in pairs)
     refused = (f"| {need} | {', '.join(prefixes)} |\n" for need, prefixes in UNSUPPORTED.items())
-    return HEAD + "".join(served) + REFUSED + "".join(refused)
+    return HEAD + "".join(served) + by_transformers() + REFUSED + "".join(refused)
+
+
+def by_transformers() -> str:
+    results: dict[str, str] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    passed = sum(map(is_served, results.values()))
+    alone = [name.removesuffix("ForCausalLM") for name, result in results.items() if result == "one by one"]
+    others = [
+        f"{name.removesuffix('ForCausalLM')} ({result.partition(':')[0]})"
+        for name, result in results.items()
+        if not is_served(result)
+    ]
+    said = f"Not batched: {', '.join(alone)}.\n\nDo not pass: {', '.join(others)}."
+    text = BY_TRANSFORMERS.format(served=passed, total=len(results)).rstrip("\n")
+    return text + "\n\n" + "\n".join(fill(part, 120) for part in said.split("\n")) + "\n"
 
 
 def main(arguments: list[str]) -> int:

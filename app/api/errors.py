@@ -160,7 +160,3 @@ _TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none", "dict", "list", "
 
 def _plain_message(text: str) -> str:
     return text.removeprefix("Value error, ").removesuffix(".").replace("valid tuple", "valid list")
-
-
-HANDLED_EXCEPTIONS: tuple[type[Exception], ...] = (RequestError, HTTPException)
-"""Exceptions that FastAPI would otherwise answer itself."""

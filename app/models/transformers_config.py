@@ -20,9 +20,13 @@ INSTALL = "pip install 'armature-serve[transformers]'"
 _TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _UNLIMITED_LEN = 32_768  # of a model whose config.json has no longest context, such as one with states
 # Names of the same value in different classes, the usual one first.
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+_LAYER_LISTS = ("layers_block_type", "layer_types")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_dim")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
+_HEADS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    *("num_decoder_attention_heads", "encoder_attention_heads"),
+)
 _KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads")
 _LENGTHS = (
     *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length"),
@@ -50,7 +54,8 @@ class TransformersConfig:
         architecture = _causal_class(values)
         text = ConfigReader(values).section("text_config")
         config = text if text.values else ConfigReader(values)
-        layers, hidden = _integer(config, _LAYERS), _integer(config, _HIDDEN)
+        lists = [config.values[name] for name in _LAYER_LISTS if isinstance(config.values.get(name), list)]
+        layers, hidden = _integer(config, _LAYERS, len(lists[0]) if lists else None), _integer(config, _HIDDEN)
         heads = _integer(config, _HEADS, 1)
         kv_heads = _integer(config, _KV_HEADS, heads)
         head_dim = _integer(config, ("head_dim", "d_kv", "kv_channels"), max(1, hidden // heads))

@@ -202,11 +202,11 @@ class ModelRegistry:
         self._thermal.stop()
         for entry in self.entries:
             self._stop_timer(entry)
-        await asyncio.gather(*(entry.serving.stop() for entry in self.entries if entry.serving.alive))
         works = [entry.work for entry in self.entries if entry.work is not None]
         for work in works:
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
+        await asyncio.gather(*(entry.serving.stop() for entry in self.entries if entry.serving.alive))
         if self._tracer is not None:  # last: responses that were cut off have ended now
             await asyncio.to_thread(self._tracer.close, FLUSH_SECONDS)
 
@@ -322,11 +322,14 @@ class ModelRegistry:
     def _begin_load(self, entry: ModelEntry) -> asyncio.Task[None]:
         entry.state, entry.reason, entry.error = "loading", "another model is loading", None
         entry.began = time.monotonic()
-        entry.work = self._loop.create_task(self._load(entry), name=f"load {entry.name}")
+        entry.work = self._loop.create_task(self._load(entry, entry.work), name=f"load {entry.name}")
         return entry.work
 
-    async def _load(self, entry: ModelEntry) -> None:
+    async def _load(self, entry: ModelEntry, before: asyncio.Task[None] | None) -> None:
+        """Load a model once what was done with it `before` has ended."""
         try:
+            if before is not None:
+                await asyncio.wait({before})
             async with self._loading:
                 entry.reason = "preparing"
                 entry.began = time.monotonic()
@@ -434,7 +437,7 @@ class ModelRegistry:
 
     def _take_failure(self, entry: ModelEntry, error: BaseException) -> None:
         entry.error = error
-        if entry.state in ("ready", "unloading"):
+        if entry.state == "ready":  # an unloading one ends all the same, and a loading one looks at the error
             entry.work = self._loop.create_task(self._fail(entry, error), name=f"fail {entry.name}")
 
     async def _fail(self, entry: ModelEntry, error: BaseException) -> None:

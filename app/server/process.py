@@ -101,7 +101,7 @@ def serve(settings: Settings) -> int:
         server.listeners.remove_files()
     log.info("stopped")
     for failure in failures:
-        why = f"The worker has failed, so no request can be served: {describe_exception(failure)}. The log has the traceback."
+        why = f"The worker has failed, so no request can be served: {describe_exception(failure).rstrip('.')}. The log has the traceback."
         failed_with = failure if isinstance(failure, StartupError) else ServingFailed(why)
         _end_process_after(EXIT_SECONDS, failed_with.exit_code)
         raise failed_with from failure

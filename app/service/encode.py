@@ -9,7 +9,7 @@ from dataclasses import replace
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, RequestTimeout, WrongModelKind
 from app.messages import ArraysReady, Encode, Infer, Signature, Text
 from app.service.open_request import OpenRequest
-from app.service.prompt import check_embedded, check_ids
+from app.service.prompt import SHORT_CHARACTERS, check_embedded, check_ids
 from app.service.requests import Encoded, EncodingRequest, InferenceRequest, Inferred, TextInput
 from app.service.served_model import ServedEncoder, ServedModel, ServedProgram
 from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
@@ -17,9 +17,6 @@ from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
 MAX_TEXTS = 2_048  # OpenAI's limit
 # Hidden states of all tokens are requested for a few texts at a time; those of 2,048 long texts would be gigabytes.
 MAX_HIDDEN_BYTES = 256 * 2**20
-# A pool thread starts after 0.1 ms if a core is idle, and after milliseconds if all cores compute. Tokenizing this
-# number of characters takes 0.3 ms.
-SHORT_CHARACTERS = 1_000
 TOKEN_BYTES = 36  # a token id in a tuple: a pointer and an int object
 # Bytes of a value by datatype; all others have 4.
 VALUE_BYTES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "INT16": 2, "FP16": 2, "BF16": 2, "INT64": 8, "FP64": 8}

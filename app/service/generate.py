@@ -23,7 +23,7 @@ from app.messages import (
 )
 from app.service.engine_client import EngineClient, TimedEvent
 from app.service.open_request import OpenRequest
-from app.service.prompt import SCORE_BYTES, Prompt, prompt_size, read_prompt
+from app.service.prompt import SCORE_BYTES, Prompt, is_read_at_once, prompt_size, read_prompt
 from app.service.request_log import ClientRequest
 from app.service.requests import (
     Accepted,
@@ -104,7 +104,10 @@ class OpenGeneration(OpenRequest):
     async def start(self, model: ServedDecoder, adapter: LoadedAdapter | None) -> list[StreamEvent]:
         self.admit()
         client, request, size = self.client, self.request, prompt_size(self.request)
-        prompt = await client.read(size, read_prompt, model, request)
+        if is_read_at_once(request, size):
+            prompt = read_prompt(model, request)
+        else:
+            prompt = await client.read(size, read_prompt, model, request)
         self.reserve(prompt.most_tokens(model.limits.max_model_len))
         self._grammar = await client.compile(model, prompt.grammar)
         if prompt.num_scores or size > COUNTED_CHARACTERS:
@@ -141,8 +144,8 @@ class OpenGeneration(OpenRequest):
 
     async def next_event(self) -> tuple[Event, float] | None:
         """Return the worker's next event that was not written directly. Plain tokens that wait are written first."""
-        while not self._events.empty():
-            timed_event = self._events.get_nowait()
+        while self._events:
+            timed_event = self._events.popleft()
             if timed_event is None or not self._take_directly(*timed_event):
                 self._write_directly()
                 return self.checked(timed_event)

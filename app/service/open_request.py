@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -44,7 +45,8 @@ class OpenRequest:
         self._num_reserved = 0
         self._adapter: tuple[Adapters, Adapter] | None = None
         self._permit: Permit | None = None
-        self._events: asyncio.Queue[TimedEvent] = asyncio.Queue()
+        self._events: deque[TimedEvent] = deque()
+        self._waiting: asyncio.Future[None] | None = None  # the reader's, for the next event
         self._command: EngineRequest | None = None  # from `send` on
         self._timer: asyncio.TimerHandle | None = None
         self._predicted: tuple[float, float] | None = None  # seconds to the first token, and when they were predicted
@@ -102,11 +104,16 @@ class OpenRequest:
 
     def arrive(self, timed_event: TimedEvent) -> None:
         """Take an event of the worker, or None when the request times out."""
-        self._events.put_nowait(timed_event)
+        self._events.append(timed_event)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def next_event(self) -> tuple[Event, float] | None:
         """Return the worker's next event and its time; None after a timeout. Raises the error of a `RequestFailed`."""
-        return self.checked(await self._events.get())
+        while not self._events:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        return self.checked(self._events.popleft())
 
     def checked(self, timed_event: TimedEvent) -> TimedEvent:
         if timed_event is None:

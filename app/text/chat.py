@@ -15,6 +15,7 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -43,6 +44,8 @@ MAX_TEMPLATE_BYTES = 2**20  # the longest in use have about 20 kB
 # Sum of a request and its copies (bytes, text, values) when the process has parsed it, per byte.
 _COPIES = 4
 _CLOSE_SECONDS = 0.05
+# Created once: `json.dumps` with non-default arguments creates an encoder per call, which takes as long as encoding.
+_SHAPES, _REQUESTS = json.JSONEncoder(sort_keys=True), json.JSONEncoder(ensure_ascii=False)
 _TEMPLATE = ProcessKind("The chat template's process", "app.text.sandbox", ("app", "jinja2", "markupsafe"))
 
 Message = Mapping[str, Any]
@@ -185,7 +188,9 @@ class ChatTemplate:
             _with_text_parts(_plain_json_copy(dict(message), f"messages[{place}]"), place)
             for place, message in enumerate(messages)
         ]
-        lists = _plain_json_copy({"tools": options.tools, "documents": options.documents}, "tools")
+        lists: dict[str, Any] = {"tools": [], "documents": []}
+        if options.tools or options.documents:
+            lists = _plain_json_copy({"tools": options.tools, "documents": options.documents}, "tools")
         plain = self.form.fit(plain, lists["tools"], syntax, ThinkingVariables.wanted(extra))
         plain = [_with_reasoning(message) for message in plain]
         fixed = {
@@ -212,7 +217,7 @@ class ChatTemplate:
         result holds for all conversations of the same shape.
         """
         marked = MarkedTexts(messages, variables)
-        shape = hashlib.sha256(json.dumps([marked.variables, marked.messages], sort_keys=True).encode()).digest()
+        shape = hashlib.sha256(_SHAPES.encode([marked.variables, marked.messages]).encode()).digest()
         if shape in self._whole:
             return
         status, text = self._process.render(_dates() | marked.variables | {"messages": marked.messages})
@@ -252,7 +257,7 @@ class TemplateProcess:
 
         Raises `NotReady` if the process could not be started, and `ServiceStopping` after `close`.
         """
-        request = json.dumps(variables, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        request = _REQUESTS.encode(variables).encode("utf-8", "surrogatepass")
         if _COPIES * len(request) > self._limits.memory_bytes:
             return ReplyStatus.MEMORY, f"{len(request)} bytes of messages do not fit into the memory that it may take"
         with self._lock:
@@ -369,7 +374,12 @@ def _dates() -> dict[str, str]:
     llama.cpp gives both. Without `date_string`, Llama 3's templates write a day of 2024. An argument of the request
     replaces them. Newer templates call `strftime_now`.
     """
-    now = datetime.now()
+    return dict(_dates_at(int(time.time())))
+
+
+@lru_cache(maxsize=1)
+def _dates_at(second: int) -> dict[str, str]:
+    now = datetime.fromtimestamp(second)
     return {
         "date_string": now.strftime("%d %b %Y"),
         "datetime": now.astimezone(UTC).strftime("%b %d %Y %H:%M:%S GMT"),
@@ -470,6 +480,8 @@ def _named_sources(given: object, origin: Path) -> dict[str, str]:
 
 def _plain_json_copy(value: dict[str, Any], field: str) -> dict[str, Any]:
     """Return a copy as plain JSON values: a template can neither reach nor change an object of this process."""
+    if not value:
+        return {}
     try:
         copy: dict[str, Any] = json.loads(json.dumps(value))
     except _JSON_FAULTS as error:

@@ -117,6 +117,7 @@ MAX_RENDERED_CHARACTERS = 4 * 2**20
 
 _REQUEST_HEADER = struct.Struct("!I")
 _REPLY_HEADER = struct.Struct("!BI")
+_SHORT_REPLY_BYTES = 16 * 1024
 _MAX_UTF8_BYTES = 4  # per character
 
 
@@ -171,10 +172,20 @@ def receive_reply(connection: socket.socket) -> Reply:
     Raises `EOFError` at the end of the process, `OSError` if the connection failed or its timeout has passed,
     `ValueError` for anything but a reply.
     """
-    status, length = _REPLY_HEADER.unpack(_receive(connection, _REPLY_HEADER.size))
+    # Nothing follows a reply, so one call returns all of a short one.
+    received = connection.recv(_SHORT_REPLY_BYTES)
+    if len(received) < _REPLY_HEADER.size:
+        received += _receive(connection, _REPLY_HEADER.size - len(received)) if received else b""
+    if not received:
+        raise EOFError
+    status, length = _REPLY_HEADER.unpack_from(received)
     if length > _MAX_UTF8_BYTES * MAX_RENDERED_CHARACTERS:
         raise ValueError("the reply is longer than any text that the sandbox renders")
-    return ReplyStatus(status), _receive(connection, length).decode("utf-8", "surrogatepass")
+    content = received[_REPLY_HEADER.size :]
+    if len(content) > length:
+        raise ValueError("the reply is longer than its header says")
+    content += _receive(connection, length - len(content))
+    return ReplyStatus(status), content.decode("utf-8", "surrogatepass")
 
 
 def _receive(connection: socket.socket, length: int) -> bytearray:

@@ -48,6 +48,13 @@ def test_kept_codes_give_the_logits_of_their_values(tmp_path: Path, name: str) -
         assert 2 * kept < rounded
 
 
+@pytest.mark.parametrize("name", ["fp8 in blocks", "w4a16", "mlx"])
+def test_keys_that_are_values_are_read_twice(tmp_path: Path, name: str) -> None:
+    sizes = {"architecture": "Gemma4UnifiedForCausalLM", "head_dim": 64, "global_head_dim": 128}
+    directory, values = quantized(tmp_path, name, **sizes)
+    torch.testing.assert_close(logits(directory), logits(write_values(tmp_path, values, **sizes)), atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["fp8 in blocks", "w8a16"])
 def test_latent_attention_reads_rows_in_the_order_of_the_file(tmp_path: Path, name: str) -> None:
     """So its layers may be quantized, though its rotary embeddings rotate neighbours."""

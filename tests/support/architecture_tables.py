@@ -41,7 +41,7 @@ TORCH_FREE = (
 
 # A library and the only modules that may import it.
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "fastapi": ("api.*", "server.app", "server.process"),
+    "fastapi": ("api.openapi",),
     "starlette": ("api.*", "server.app", "server.process"),
     "prometheus_client": ("metrics.*",),
     "torchao": ("weights.*", "armature_kernels.*"),

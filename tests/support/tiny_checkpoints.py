@@ -87,6 +87,16 @@ OTHERS: dict[str, dict[str, Any]] = {
         "laurel_rank": 8,
         "tie_word_embeddings": True,
     },
+    "Gemma4UnifiedForCausalLM": {
+        "model_type": "gemma4_unified_text",
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "tie_word_embeddings": True,
+    },
     "DeepseekV3ForCausalLM": {
         "model_type": "deepseek_v3",
         "head_dim": 4,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from app.messages import Generate, RequestFailed, SamplingParams, TokensReady
+from served_families import SERVED
 from tiny_checkpoints import write_tokenizer
 
 # Values by the names that configurations use; only those that a class has are given to it.
@@ -66,6 +67,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "KimiLinearForCausalLM": {"layer_types": _LAYERS},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 16},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]]},
+    "Gemma3nForCausalLM": SERVED["Gemma3nForCausalLM"],
+    "GraniteMoeHybridForCausalLM": {"layer_types": _LAYERS},
+    "ReformerModelWithLMHead": {
+        "is_decoder": True,
+        "axial_pos_shape": [16, 16],
+        "axial_pos_embds_dim": [16, 16],
+        "attn_layers": ["local"] * 4,
+    },
+    "XmodForCausalLM": {"languages": ["en_XX"], "default_language": "en_XX"},
     "FalconH1ForCausalLM": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
 }
 
@@ -113,10 +124,8 @@ def config_of(architecture: str) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    types = [kind for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if architecture in (names, *names)]
-    own = getattr(transformers, architecture).config_class
-    named = [kind for kind in types if transformers.CONFIG_MAPPING[kind] is own]
-    return own if own is not None and (named or not types) else transformers.CONFIG_MAPPING[types[0]]
+    types = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture]
+    return getattr(transformers, architecture).config_class or transformers.CONFIG_MAPPING[types[0]]
 
 
 def write_transformers_checkpoint(directory: Path, architecture: str, seed: int = 0) -> Any:

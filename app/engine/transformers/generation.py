@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from app.backends.base import BaseBackend
 from app.backends.selection import HOST_BACKENDS, select_device_backend, select_host_backend
@@ -45,8 +45,11 @@ _LOG = logging.getLogger(__name__)
 # Lengths of the sequences that are compared with themselves in parts and in a batch.
 _CHECKED_LENGTHS, _CHECKED_STEPS = (9, 5), 2
 _MEASURED_LENGTHS = (16, 48)  # of the sequences whose kept bytes are compared
-_NOISE_FACTOR = 4.0  # largest difference, as a multiple of the difference between equal rows in a batch and alone
-_LEAST_TOLERANCE = 1e-5  # of the largest logit
+_NOISE_FACTOR = 4.0  # largest difference, as a multiple of the one between rows that begin together and those alone
+# Bounds of the largest difference, as parts of the largest logit.
+_LEAST_TOLERANCE, _MOST_TOLERANCE = 1e-5, 0.02
+# Raised by classes that do not take a batch, or a prompt in parts.
+_LIBRARY_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 PADDED = 2  # a batch's rows have at most as much padding as tokens
 
 
@@ -159,9 +162,15 @@ def build_generation_engine(
     vocab_size = request.checkpoint.needs().vocab_size
     steps = GenerationSteps(model, vocab_size)
     request.report("warming up")
-    with torch.inference_mode():
-        batches, takes_chunks = check_batches(steps), check_chunks(steps)
-        capacity = kv_capacity(steps, request, batches)
+    try:
+        with torch.inference_mode():
+            batches, takes_chunks = check_batches(steps), check_chunks(steps)
+            capacity = kv_capacity(steps, request, batches)
+    except _LIBRARY_ERRORS as error:
+        raise CheckpointInvalid(
+            f"transformers {transformers.__version__} loads this {type(model).__name__}, but cannot generate with it:"
+            f" {_first_line(error)}"
+        ) from error
     _LOG.info(
         "transformers computes %s: %s, prompts %s",
         type(model).__name__,
@@ -178,22 +187,23 @@ def build_generation_engine(
 
 
 def load_model(checkpoint: Checkpoint, backend: BaseBackend) -> PreTrainedModel:
-    """Load the weights, without code of the checkpoint's own. Raises `CheckpointInvalid` if some are missing."""
+    """Load the weights into the library's own class; no code of a checkpoint is looked at.
+
+    Raises `CheckpointInvalid` if they cannot be loaded, or some are missing.
+    """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = getattr(transformers, checkpoint.model_config.architecture).from_pretrained(
             checkpoint.directory,
             dtype=backend.dtype,
             use_safetensors=True,
             local_files_only=True,
-            trust_remote_code=False,
             output_loading_info=True,
         )
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise CheckpointInvalid(
-            f"transformers {transformers.__version__} cannot load this checkpoint: {said}"
+            f"transformers {transformers.__version__} cannot load this checkpoint: {_first_line(error)}"
         ) from error
     for what, names in (("are missing in", info["missing_keys"]), ("have another shape in", info["mismatched_keys"])):
         if names:
@@ -207,6 +217,10 @@ def load_model(checkpoint: Checkpoint, backend: BaseBackend) -> PreTrainedModel:
         )
     model.eval().to(backend.device)
     return model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 # ---- what can be batched, and what it takes --------------------------------------------------------------------------
@@ -232,33 +246,45 @@ def _together(steps: GenerationSteps, lengths: Items[int]) -> Tensor | None:
         steps.advance(rows, [token_ids[:length]])
     if not all(can_batch(steps.model, rows) for rows, _ in started):
         return None
-    batch = join([rows for rows, _ in started])
-    following = zip(*(token_ids[-_CHECKED_STEPS:] for _, token_ids in started), strict=True)
+    return _decode(steps, join([rows for rows, _ in started]), [token_ids for _, token_ids in started])
+
+
+def _from_the_start(steps: GenerationSteps, length: int) -> Tensor:
+    """Return the logits of prompts of one length that are a batch from the start."""
+    started = [_sequence(steps, length, seed) for seed in range(len(_CHECKED_LENGTHS))]
+    batch = Rows([rows.sequences[0] for rows, _ in started])
+    steps.advance(batch, [token_ids[:length] for _, token_ids in started])
+    return _decode(steps, batch, [token_ids for _, token_ids in started])
+
+
+def _decode(steps: GenerationSteps, batch: Rows, texts: Items[list[int]]) -> Tensor:
+    following = zip(*(token_ids[-_CHECKED_STEPS:] for token_ids in texts), strict=True)
     return torch.stack([steps.advance(batch, [[token_id] for token_id in token_ids]) for token_ids in following])
 
 
-def _difference(steps: GenerationSteps, lengths: Items[int]) -> tuple[float, float] | None:
-    together = _together(steps, lengths)
-    if together is None:
-        return None
-    alone = torch.cat([_alone(steps, length, seed)[1:] for seed, length in enumerate(lengths)], 1)
-    return float((together - alone).abs().max()), float(alone.abs().max())
-
-
 def check_batches(steps: GenerationSteps) -> bool:
-    """Return True if rows of different lengths have the same logits in a batch as alone, up to rounding."""
+    """Return True if rows of different lengths have the same logits in a batch as alone, up to rounding.
+
+    Rounding is what differs between rows that are a batch from the start and rows that are alone.
+    """
+    length = max(_CHECKED_LENGTHS)
+    seeds = range(len(_CHECKED_LENGTHS))
     try:
-        noise = _difference(steps, (max(_CHECKED_LENGTHS),) * 2)
-        ragged = _difference(steps, _CHECKED_LENGTHS)
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
+        joined = _together(steps, _CHECKED_LENGTHS)
+        if joined is None:
+            return False
+        alone = [_alone(steps, each, seed)[1:] for seed, each in enumerate(_CHECKED_LENGTHS)]
+        as_long = torch.cat([_alone(steps, length, seed)[1:] for seed in seeds], 1)
+        noise = float((_from_the_start(steps, length) - as_long).abs().max())
+    except _LIBRARY_ERRORS as error:
         _LOG.debug("rows cannot be batched: %s", error)
         return False
-    return noise is not None and ragged is not None and ragged[0] <= _tolerance(steps, *noise)
+    return float((joined - torch.cat(alone, 1)).abs().max()) <= _tolerance(steps, noise, float(as_long.abs().max()))
 
 
 def _tolerance(steps: GenerationSteps, noise: float, largest: float) -> float:
     least = max(_LEAST_TOLERANCE, 2 * torch.finfo(steps.model.dtype).eps)
-    return max(_NOISE_FACTOR * noise, least * largest)
+    return min(max(_NOISE_FACTOR * noise, least * largest), _MOST_TOLERANCE * largest)
 
 
 def check_chunks(steps: GenerationSteps) -> bool:
@@ -269,7 +295,7 @@ def check_chunks(steps: GenerationSteps) -> bool:
     try:
         for start in range(0, length, 4):
             logits = steps.advance(rows, [token_ids[start : min(start + 4, length)]])
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
+    except _LIBRARY_ERRORS as error:
         _LOG.debug("prompts cannot be computed in parts: %s", error)
         return False
     return float((logits - whole[0]).abs().max()) <= _tolerance(steps, 0.0, float(whole.abs().max()))

@@ -217,7 +217,7 @@ def can_batch(model: PreTrainedModel, rows: Rows) -> bool:
     has_chunks = getattr(text, "attention_chunk_size", None) or "chunked_attention" in (
         getattr(text, "layer_types", None) or ()
     )
-    return isinstance(cache, Cache) and not has_chunks and all(type(one) in _BATCHED_LAYERS for one in cache.layers)
+    return type(cache) is DynamicCache and not has_chunks and all(type(one) in _BATCHED_LAYERS for one in cache.layers)
 
 
 def kept_bytes(value: Any, seen: set[int] | None = None) -> int:

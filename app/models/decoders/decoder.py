@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from app.models.decoders.altup_layers import AltUpEntry, AltUpExit, AltUpLayer
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import AltUpConfig, NormConfig
-from app.models.decoders.layers import AltUpEntry, AltUpExit, AltUpLayer, Attention, BranchLayer, DecoderLayer, Norm
+from app.models.decoders.layers import Attention, BranchLayer, DecoderLayer, Norm
 from app.models.decoders.rope import RopeConfig, RopeKind
 from app.models.encoders.config import EncoderConfig
 from armature_kernels.attention.attention import RopeAngles

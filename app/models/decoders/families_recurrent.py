@@ -18,6 +18,10 @@ from armature_kernels.elementwise.routing_rule import Routing
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H
 _WORDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
+_OF_EXPERTS = (
+    *("moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "mtp_layers_block_type"),
+    *("n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor"),
+)
 _NO_LIMIT = 2**20  # tokens of a context without attention
 _INTERVAL = 4  # of layers with attention, unless config.json says it
 
@@ -151,10 +155,10 @@ def granite_hybrid(config: ConfigReader, fields: Fields) -> Fields:
     if config.values.get("position_embedding_type") != "rope":
         found["ropes"] = (None,) * count
     shared = config.integer("shared_intermediate_size", 1024)
-    num_experts = config.integer("num_local_experts", 8, at_least=0)
+    num_experts, top_k = config.integer("num_local_experts", 8, at_least=0), config.integer("num_experts_per_tok", 2)
     if not num_experts:
         return {**found, "intermediate_size": shared}
-    routing = Routing(num_experts, config.integer("num_experts_per_tok", 2))
+    routing = Routing(num_experts, top_k)
     experts = ExpertsConfig(routing, fields["intermediate_size"], (True,) * count, shared)
     return {**found, **expert_values.checked_experts(config, experts)}
 
@@ -187,6 +191,8 @@ def nemotron_h(config: ConfigReader, fields: Fields) -> Fields:
     words = layer_words(config)
     if "moe" in words:
         raise CheckpointInvalid(f"{config.where}: experts without gates are not offered.")
+    for name in _OF_EXPERTS:
+        config.values.get(name)  # without experts they say nothing
     known = {*_WORDS, "mlp"}
     if not known.issuperset(words):
         raise CheckpointInvalid(f"{config.where}: layers of the kinds {sorted({*words} - known)} are not known.")
@@ -269,6 +275,7 @@ RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
             "mamba_d_state": "ssm_state_size",
             "mamba_d_conv": "conv_kernel",
             "mamba_conv_bias": "use_conv_bias",
+            "mamba_expand": "expand",
             "mamba_proj_bias": "use_bias",
         },
         head_dim=128,
@@ -300,6 +307,7 @@ RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
             "mamba_d_state": "state_size",
             "mamba_d_conv": "conv_kernel",
             "mamba_conv_bias": "use_conv_bias",
+            "mamba_expand": "expand",
             "mamba_proj_bias": "use_bias",
         },
         norm_eps="layer_norm_epsilon",
