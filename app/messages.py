@@ -11,8 +11,10 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from app.errors import InvalidRequest, RequestError
 
@@ -204,28 +206,26 @@ class GrammarSource:
         return "\n".join((*texts, *grammars, self.after, self.opening, self.answer))
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedAdapter:
+class LoadedAdapter(Struct, frozen=True, array_like=True):
     """A LoRA adapter that is loaded in a slot. `number` is unique in this process: the next adapter there has another."""
 
     slot: int
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class SetAdapter:
+class SetAdapter(Struct, frozen=True, array_like=True, tag=True):
     """Use the weights that were read for a slot, or empty it. No request that uses it may be open."""
 
     slot: int
     is_loaded: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Generate:
+class Generate(Struct, frozen=True, array_like=True, tag=True):
     """One tokenized generation request. `arrived_at` is `time.monotonic()` when the HTTP request was admitted.
 
-    `bad_word_ids` are the token sequences of `params.bad_words`. The completion follows `grammar`, if it is given, which is compiled.
-    `adapter` None means the model alone. Only requests with the same `cache_salt` share keys and values.
+    `bad_word_ids` are the token sequences of `params.bad_words`. The completion follows `grammar`, if it is given, which
+    is compiled: `definition` is the grammar as the library reads it. `adapter` None means the model alone. Only requests
+    with the same `cache_salt` share keys and values.
     """
 
     request_id: str
@@ -236,6 +236,7 @@ class Generate:
     grammar: GrammarSource | None = None
     adapter: LoadedAdapter | None = None
     cache_salt: str | None = None
+    definition: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +284,7 @@ class Text:
     num_prompt_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Encode:
+class Encode(Struct, frozen=True, array_like=True, tag=True):
     """Texts of one request for an encoder.
 
     `outputs` are some of those that the model has: `embedding`, `logits`, `last_hidden_state`. `normalize` None
@@ -300,8 +300,7 @@ class Encode:
     dimensions: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Infer:
+class Infer(Struct, frozen=True, array_like=True, tag=True):
     """Named tensors for an exported program, all with the same batch size. `outputs` are the requested names."""
 
     request_id: str
@@ -310,8 +309,7 @@ class Infer:
     arrived_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Struct, frozen=True, array_like=True, tag=True):
     """The client no longer needs this request. Unknown and finished ids are ignored."""
 
     request_id: str
@@ -319,8 +317,7 @@ class Abort:
     choice: int | None = None  # None: all choices of the request
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Struct, frozen=True, array_like=True, tag=True):
     """End the worker thread once the events of what is running were delivered."""
 
 
@@ -330,8 +327,7 @@ Command = EngineRequest | Abort | SetAdapter | Stop
 # ---- from the engine to the service ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True, array_like=True):
     """A token's natural-log probability by the model itself, with its likeliest alternatives, best first."""
 
     token_id: int
@@ -350,8 +346,7 @@ class Timings:
     encode_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TokensReady:
+class TokensReady(Struct, frozen=True, array_like=True, tag=True):
     """New completion tokens of one choice.
 
     `logprobs` is as long as `token_ids` if requested, else empty. `timings` comes with a choice's first
@@ -365,8 +360,7 @@ class TokensReady:
     timings: Timings | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenScore:
+class TokenScore(Struct, frozen=True, array_like=True):
     """A prompt token's natural-log probability after the tokens before it.
 
     `rank` is 1 for the most likely token. `top` are the most likely tokens at its position, best first.
@@ -378,8 +372,7 @@ class TokenScore:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PromptScored:
+class PromptScored(Struct, frozen=True, array_like=True, tag=True):
     """Scores of the prompt's next tokens. The first event begins with the second token: the first one has no score.
 
     All of them come before the first tokens of any choice.
@@ -389,8 +382,7 @@ class PromptScored:
     scores: tuple[TokenScore, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceFinished:
+class SequenceFinished(Struct, frozen=True, array_like=True, tag=True):
     """The end of one choice. After the last choice of a request the worker has forgotten the request.
 
     `token_ids` are final tokens not sent yet: a beam's whole completion, else empty. `stop_token_id` ended
@@ -400,7 +392,7 @@ class SequenceFinished:
     request_id: str
     choice: int
     reason: FinishReason
-    timings: Timings = field(default_factory=Timings)
+    timings: Timings = Timings()
     num_completion_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -408,8 +400,7 @@ class SequenceFinished:
     stop_logprob: TokenLogprob | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ArraysReady:
+class ArraysReady(Struct, frozen=True, array_like=True, tag=True):
     """All outputs of an `Encode` or an `Infer`, by name. The request has ended.
 
     `embedding` is FP32 [texts, size] and `logits` FP32 [texts, labels], in the order of the texts.
@@ -419,12 +410,11 @@ class ArraysReady:
 
     request_id: str
     arrays: Mapping[str, Array]
-    timings: Timings = field(default_factory=Timings)
+    timings: Timings = Timings()
     num_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFailed:
+class RequestFailed(Struct, frozen=True, array_like=True, tag=True):
     """The whole request has ended with this error."""
 
     request_id: str

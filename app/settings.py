@@ -328,6 +328,9 @@ class Settings(BaseSettings):
     calibrate: Literal["auto", "on", "off"] = setting(
         "machine", "auto", "Measure the machine with the model's shapes; auto: once; on: at every start."
     )
+    engine_process: Literal["auto", "on", "off"] = setting(
+        "machine", "auto", "Compute in a process of its own, beside the one that serves HTTP; auto: on a GPU."
+    )
     hourly_price: PositiveFloat | None = setting(
         "machine",
         None,

@@ -52,8 +52,8 @@ any length.
 
 A class with a slash is served as the text half of a model whose text model has the type after it.
 
-| `architectures` | models | `architectures` | models |
-|---|---|---|---|
+| `architectures` | models | `architectures` | models | `architectures` | models |
+|---|---|---|---|---|---|
 """
 BY_TRANSFORMERS = """
 ## Computed by transformers
@@ -77,8 +77,8 @@ What these classes need no native engine has; a name stands for all classes that
 
 def page() -> str:
     cells = [f"| `{name}` | {family.title} " for name, family in DECODER_FAMILIES.items()]
-    pairs = zip_longest(cells[::2], cells[1::2], fillvalue="| | ")
-    served = (f"{first}{second}|\n" for first, second in pairs)
+    lines = zip_longest(*(cells[place::3] for place in range(3)), fillvalue="| | ")
+    served = ("".join(line) + "|\n" for line in lines)
     refused = (f"| {need} | {', '.join(prefixes)} |\n" for need, prefixes in UNSUPPORTED.items())
     return HEAD + "".join(served) + by_transformers() + REFUSED + "".join(refused)
 

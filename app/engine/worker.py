@@ -6,6 +6,7 @@ through callbacks. If it ends for any reason other than `Stop`, it calls `on_fat
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import threading
@@ -63,7 +64,7 @@ def _only_failures(events: list[Event]) -> bool:
     return bool(events) and all(isinstance(one, RequestFailed) and isinstance(one.error, StepFailed) for one in events)
 
 
-def _ignore(_: object) -> None:
+def _ignore(*_: object) -> None:
     return None
 
 
@@ -71,16 +72,16 @@ def _ignore(_: object) -> None:
 class Callbacks:
     """The worker's callbacks, all called on the worker thread.
 
-    `on_events` never gets an empty list. `is_fatal` returns True if the device cannot survive the error. `on_idle` is
-    called when no command has arrived for `IDLE_SECONDS`; it gets the engine and a function that returns True as soon
-    as a command waits, and must return at once then. It returns True to be called again after as long a time.
-    `on_pause` is called with the same arguments whenever no command has arrived for `PAUSE_SECONDS`, and before the
-    thread stops; then its function returns True after `CLOSE_SECONDS`.
+    `on_output` gets the events after each pass through the loop, the state that clients may see then, and the statistics
+    of a step, if one was computed. `is_fatal` returns True if the device cannot survive the error. `on_idle` is called
+    when no command has arrived for `IDLE_SECONDS`; it gets the engine and a function that returns True as soon as a
+    command waits, and must return at once then. It returns True to be called again after as long a time. `on_pause` is
+    called with the same arguments whenever no command has arrived for `PAUSE_SECONDS`, and before the thread stops; then
+    its function returns True after `CLOSE_SECONDS`.
     """
 
-    on_events: Callable[[list[Event]], None]
+    on_output: Callable[[list[Event], EngineSnapshot, StepStats | None], None]
     on_fatal: Callable[[BaseException], None]
-    on_step: Callable[[StepStats, EngineSnapshot], None] = lambda stats, snapshot: None
     is_fatal: Callable[[Exception], bool] = lambda error: False
     on_idle: Callable[[Engine, Callable[[], bool]], bool] | None = None
     on_pause: Callable[[Engine, Callable[[], bool]], None] | None = None
@@ -144,6 +145,11 @@ class Worker:
         if isinstance(command, EngineRequest) and self.state in ("failed", "stopped"):
             raise ServiceStopping("The server is stopping.")
 
+    async def stop(self, timeout_seconds: float) -> None:
+        """Let the thread end, and wait for limited time."""
+        self.put(Stop())
+        await asyncio.to_thread(self.join, timeout_seconds)
+
     def join(self, timeout_seconds: float | None = None) -> None:
         self._thread.join(timeout_seconds)
 
@@ -171,7 +177,8 @@ class Worker:
             events, stop = self._take_commands(engine)
             if stop:
                 self.state = "stopped"
-                self._send_events([*events, *engine.fail_all(ServiceStopping("The server is stopping."))])
+                events += engine.fail_all(ServiceStopping("The server is stopping."))
+                self._callbacks.on_output(events, self.snapshot, None)
                 self._close(engine)
                 return
             stats = None
@@ -179,9 +186,8 @@ class Worker:
                 step_events, stats = self._step(engine)
                 events += step_events
             self.snapshot = engine.snapshot()
-            self._send_events(events)
+            self._callbacks.on_output(events, self.snapshot, stats)
             if stats is not None:
-                self._callbacks.on_step(stats, self.snapshot)
                 self._observer.events_sent()
 
     def _take_commands(self, engine: Engine) -> tuple[list[Event], bool]:
@@ -301,13 +307,10 @@ class Worker:
             command = self._mailbox.get()
             if isinstance(command, EngineRequest):
                 events.append(RequestFailed(command.request_id, ServiceStopping("The server is stopping.")))
-        self._send_events(events)
+        if events:
+            self._callbacks.on_output(events, self.snapshot, None)
         if self.state == "failed":
             self._callbacks.on_fatal(self.error or RuntimeError("The worker thread ended without an error."))
-
-    def _send_events(self, events: list[Event]) -> None:
-        if events:
-            self._callbacks.on_events(events)
 
     def _report(self, stage: str | LoadProgress) -> None:
         self.stage = str(stage)

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from app.metrics.instruments import Metrics
-from app.metrics.steps import EngineSnapshot, SpeedDrift
+from app.metrics.steps import EngineSnapshot, SpeedState
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,28 +118,28 @@ def engine_gauges(
         )
 
 
-def speed_gauges(drift: SpeedDrift) -> Iterator[Metric]:
+def speed_gauges(speed: SpeedState) -> Iterator[Metric]:
     help_text = "Tokens per second if all steps were of one phase, by their number of rows."
     capacity = GaugeMetricFamily("armature_capacity_tokens_per_second", help_text, labels=("phase", "rows"))
-    for phase, by_rows in drift.capacity().items():
-        for rows, speed in by_rows.items():
-            capacity.add_metric((phase, str(rows)), speed)
+    for phase, by_rows in speed.capacity().items():
+        for rows, rate in by_rows.items():
+            capacity.add_metric((phase, str(rows)), rate)
     roofline = GaugeMetricFamily(
         "armature_roofline_ratio", "Measured speed over this machine's ceiling.", labels=("phase",)
     )
-    for phase, ratio in drift.roofline().items():
+    for phase, ratio in speed.roofline().items():
         roofline.add_metric((phase,), ratio)
     yield from (capacity, roofline)
-    if drift.spread is not None:
+    if speed.spread is not None:
         yield gauge_family(
             "armature_calibration_spread_ratio",
             "Relative spread of the samples of one step when the machine was measured.",
-            drift.spread,
+            speed.spread,
         )
     yield gauge_family(
         "armature_speed_estimated",
         "1 while capacity and predicted wait are estimated, since the machine was not measured or too noisy; else 0.",
-        drift.is_estimated,
+        speed.is_estimated,
     )
 
 

@@ -23,7 +23,7 @@ from prometheus_client.metrics_core import Metric
 from app.hardware.kernel_advice import advise
 from app.metrics.gauges import gauge_family, speed_gauges
 from app.metrics.instruments import Metrics
-from app.metrics.steps import Cause, SpeedDrift, StepStats, StepTimeModel
+from app.metrics.steps import Cause, SpeedDrift, SpeedState, StepStats, StepTimeModel
 
 SLOW_FACTOR = 1.5  # times the usual time of similar steps
 CAUSE_SHARE = 0.5  # share of the excess time that makes something the cause
@@ -219,20 +219,16 @@ class GcControl:
             self.collections += 1
 
 
-class StepMonitor:
-    """The worker's step hooks, called on the worker thread.
+class StepRecorder:
+    """The step log, the metrics of steps and the present speeds, in the process that serves.
 
-    Slow steps are detected after `watch_slow_steps`, and drift after `watch_drift`: both need step times that are known
-    only when the machine is calibrated.
+    `record` and `speed` are written by one thread and read by any.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        self.gc_control = GcControl()
-        self.drift: SpeedDrift | None = None
-        self._slow_steps: SlowStepDetector | None = None
+        self.speed: SpeedState | None = None
+        self.began = StepBegin()
         self._log, self._clock = metrics.step_log, clock
-        self._updated_at = clock()
-        self._step_began: float | None = None  # written by the worker thread, read by any thread
         counter = metrics.counter("step_stalls", _SLOW_STEPS_HELP, "cause")
         self._counters: dict[Cause, Counter] = {cause: counter.labels(cause) for cause in get_args(Cause)}
         paths = metrics.counter("engine_steps", _STEPS_HELP, "path")
@@ -240,12 +236,70 @@ class StepMonitor:
         self._num_steps = dict.fromkeys(_PATHS, 0)
         metrics.gauges(self._gauges)
 
-    def watch_drift(self, drift: SpeedDrift) -> None:
-        self.drift = drift
+    def record(self, ended_at: float, step: StepStats, cause: Cause | None) -> None:
+        """Record a step that ended at this Unix time; `cause` if it was slow."""
+        self._log.add(ended_at - step.seconds, step, cause)
+        self._paths[step.is_native].inc()
+        self._num_steps[step.is_native] += 1
+        if cause is not None:
+            self._counters[cause].inc()
 
     def capacity(self) -> Mapping[str, Mapping[int, float]]:
         """Return tokens per second by phase and number of rows; empty while step times are unknown."""
-        return {} if self.drift is None else self.drift.capacity()
+        return {} if self.speed is None else self.speed.capacity()
+
+    def step_age_seconds(self) -> float:
+        """Return how long the running step has taken so far, from any thread."""
+        began = self.began.read()
+        return 0.0 if began == 0.0 else max(0.0, self._clock() - began)
+
+    def steps_json(self) -> dict[str, int]:
+        """Return the `steps` object of `GET /info`: the number of steps on each path, from any thread."""
+        return {name: self._num_steps[is_native] for is_native, name in _PATHS.items()}
+
+    def _gauges(self) -> Iterator[Metric]:
+        age_help = "Seconds that the running step has taken so far; 0 if no step is running."
+        yield gauge_family("armature_step_age_seconds", age_help, self.step_age_seconds())
+        if self.speed is not None:
+            yield from speed_gauges(self.speed)
+
+
+class StepBegin:
+    """When the running step began, by `time.monotonic`; 0 if none runs. Another process may share the `memory`."""
+
+    def __init__(self, memory: memoryview | mmap.mmap | None = None) -> None:
+        self._value = memoryview(memory or bytearray(8)).cast("d")
+
+    def read(self) -> float:
+        return self._value[0]
+
+    def write(self, began: float) -> None:
+        self._value[0] = began
+
+
+class StepMonitor:
+    """The worker's step hooks, called on the worker thread, in the process that computes.
+
+    Slow steps are detected after `watch_slow_steps`, and drift after `watch_drift`: both need step times that are known
+    only when the machine is calibrated. `record` gets each step, and `on_update` is called about once a second while
+    steps run, and whenever there is nothing more to compute.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[float, StepStats, Cause | None], None],
+        began: StepBegin,
+        on_update: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.gc_control = GcControl()
+        self.drift: SpeedDrift | None = None
+        self._slow_steps: SlowStepDetector | None = None
+        self._record, self._began, self._on_update, self._clock = record, began, on_update, clock
+        self._updated_at = clock()
+
+    def watch_drift(self, drift: SpeedDrift) -> None:
+        self.drift = drift
 
     def watch_slow_steps(self, detector: SlowStepDetector) -> None:
         """Detect slow steps from now on. The model is loaded: its objects are frozen for the garbage collector."""
@@ -253,54 +307,37 @@ class StepMonitor:
         self._slow_steps = detector
 
     def begin(self) -> None:
-        self._step_began = self._clock()
+        self._began.write(self._clock())
         self.gc_control.disable()
         if self._slow_steps is not None:
             self._slow_steps.begin()
 
     def end(self, step: StepStats) -> None:
-        self._step_began = None
-        cause = None if self._slow_steps is None else self._slow_steps.end(step)
-        self._log.add(time.time() - step.seconds, step, cause)
-        self._paths[step.is_native].inc()
-        self._num_steps[step.is_native] += 1
-        if cause is not None:
-            self._counters[cause].inc()
+        self._began.write(0.0)
+        self._record(time.time(), step, None if self._slow_steps is None else self._slow_steps.end(step))
 
     def events_sent(self) -> None:
         """Do due maintenance after a step's results were sent to the clients."""
         self.gc_control.collect_if_due()
-        self._update()
+        if self._update():
+            self._on_update()
 
     def idle(self) -> None:
-        self._step_began = None
+        self._began.write(0.0)
         self.gc_control.enable()
         self._update()
-
-    def step_age_seconds(self) -> float:
-        """Return how long the running step has taken so far, from any thread."""
-        began = self._step_began
-        return 0.0 if began is None else max(0.0, self._clock() - began)
-
-    def steps_json(self) -> dict[str, int]:
-        """Return the `steps` object of `GET /info`: the number of steps on each path, from any thread."""
-        return {name: self._num_steps[is_native] for is_native, name in _PATHS.items()}
+        self._on_update()
 
     def close(self) -> None:
         self.gc_control.close()
 
-    def _update(self) -> None:
+    def _update(self) -> bool:
         now = self._clock()
         if now - self._updated_at < UPDATE_SECONDS:
-            return
+            return False
         self._updated_at = now
         if self._slow_steps is not None:
             self._slow_steps.update_throttled()
         if self.drift is not None:
             self.drift.update()
-
-    def _gauges(self) -> Iterator[Metric]:
-        age_help = "Seconds that the running step has taken so far; 0 if no step is running."
-        yield gauge_family("armature_step_age_seconds", age_help, self.step_age_seconds())
-        if self.drift is not None:
-            yield from speed_gauges(self.drift)
+        return True

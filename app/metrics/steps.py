@@ -498,51 +498,41 @@ class ExpectedSpeed:
     spread: float | None = None
 
 
-class SpeedDrift:
-    """The factor between measured and current step times, by phase.
+@dataclass(frozen=True, slots=True)
+class SpeedState:
+    """The speeds at one moment: what the plan expected, and what recent steps took over the measured times, by phase.
 
-    `on_stale` is called once, on the worker thread, when the measurements no longer hold.
+    `drifted` is True while the measurements do not hold.
     """
 
-    def __init__(
-        self, model: StepTimeModel, expected: ExpectedSpeed, on_stale: Callable[[], None] = lambda: None
-    ) -> None:
-        self._model, self._expected, self._on_stale = model, expected, on_stale
-        self._factors: dict[Phase, float] = {}  # replaced as a whole, since other threads read it
-        self._reported_stale = False
-        self.drifted = False
-
-    def update(self) -> None:
-        """Read the factors of the recent steps, which takes a tenth of a millisecond."""
-        self._factors = self._model.window_factors()
-        factor = None if self.is_estimated else self._model.window_model_factor()
-        if factor is not None:
-            self._update_drifted(factor)
+    expected: ExpectedSpeed
+    factors: Mapping[Phase, float] = field(default_factory=dict)
+    drifted: bool = False
 
     @property
     def is_estimated(self) -> bool:
-        return self._expected.is_estimated
+        return self.expected.is_estimated
 
     @property
     def spread(self) -> float | None:
-        return self._expected.spread
+        return self.expected.spread
 
     def factor(self, phase: str) -> float:
         """Return the current step time over the measured one, 1 until enough steps were seen."""
-        return next((factor for known, factor in self._factors.items() if phase.startswith(known)), 1.0)
+        return next((factor for known, factor in self.factors.items() if phase.startswith(known)), 1.0)
 
     def capacity(self) -> Mapping[str, Mapping[int, float]]:
         return {
             phase: {rows: speed / self.factor(phase) for rows, speed in by_rows.items()}
-            for phase, by_rows in self._expected.capacity.items()
+            for phase, by_rows in self.expected.capacity.items()
         }
 
     def roofline(self) -> Mapping[str, float]:
         """Return by phase the part of this machine's ceiling that steps reach now."""
-        return {phase: ratio / self.factor(phase) for phase, ratio in self._expected.roofline.items()}
+        return {phase: ratio / self.factor(phase) for phase, ratio in self.expected.roofline.items()}
 
     def to_json(self) -> dict[str, object]:
-        factors = {phase: round(factor, 3) for phase, factor in self._factors.items()}
+        factors = {phase: round(factor, 3) for phase, factor in self.factors.items()}
         return {
             "steps_over_measured": factors,
             "drifted": self.drifted,
@@ -552,15 +542,36 @@ class SpeedDrift:
             "roofline_ratio": self.roofline(),
         }
 
-    def _update_drifted(self, factor: float) -> None:
-        bound = DRIFT_ENDS if self.drifted else DRIFT_BEGINS
+
+class SpeedDrift:
+    """Updates the speeds by recent steps; `speed` is replaced as a whole, since other threads read it.
+
+    `on_stale` is called once, on the worker thread, when the measurements no longer hold.
+    """
+
+    def __init__(
+        self, model: StepTimeModel, expected: ExpectedSpeed, on_stale: Callable[[], None] = lambda: None
+    ) -> None:
+        self.speed = SpeedState(expected)
+        self._model, self._on_stale = model, on_stale
+        self._reported_stale = False
+
+    def update(self) -> None:
+        """Read the factors of the recent steps, which takes a tenth of a millisecond."""
+        speed = self.speed
+        factor = None if speed.is_estimated else self._model.window_model_factor()
+        drifted = speed.drifted if factor is None else self._is_drifted(factor)
+        self.speed = SpeedState(speed.expected, self._model.window_factors(), drifted)
+
+    def _is_drifted(self, factor: float) -> bool:
+        before = self.speed.drifted
+        bound = DRIFT_ENDS if before else DRIFT_BEGINS
         drifted = not 1 / bound <= factor <= bound
-        if drifted == self.drifted:
-            return
-        self.drifted = drifted
+        if drifted == before:
+            return drifted
         if not drifted:
             log.info("steps take as long as measured again (%.2f times)", factor)
-            return
+            return drifted
         log.warning(
             "steps take %.2f times as long as measured: the reported capacity is corrected, and the next start measures again",
             factor,
@@ -568,3 +579,4 @@ class SpeedDrift:
         if not self._reported_stale:
             self._reported_stale = True
             self._on_stale()
+        return drifted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,14 +108,19 @@ class AdapterReader:
             raise InvalidRequest(error.message, field="lora_path") from error
 
 
-def adapter_store(
+def adapter_reader(
     settings: Settings, served: ServedAdapters | None, model: OpenedModel, slots: AdapterSlots | None
-) -> AdapterStore:
-    if served is None or slots is None:
-        return AdapterStore()
+) -> AdapterReader | None:
+    """Return what reads the adapters that clients name; None if they may name none."""
+    if served is None or slots is None or settings.lora_root is None:
+        return None
     assert isinstance(model, Checkpoint), "only a checkpoint has adapters"
+    return AdapterReader(settings.lora_root, model.decoder, served.max_rank, slots)
+
+
+def adapter_store(settings: Settings, served: ServedAdapters | None, read: Callable[[str, int], None]) -> AdapterStore:
+    """Return the adapters of the start. `read` reads one that a client names for a slot."""
+    if served is None:
+        return AdapterStore()
     initial = [(name, str(adapter.directory)) for name, adapter in served.named.items()]
-    if settings.lora_root is None:
-        return AdapterStore(initial, served.slots)
-    reader = AdapterReader(settings.lora_root, model.decoder, served.max_rank, slots)
-    return AdapterStore(initial, served.slots, reader)
+    return AdapterStore(initial, served.slots, None if settings.lora_root is None else read)

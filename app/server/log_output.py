@@ -38,16 +38,16 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's own name
         level = self._styled(record.levelname, _LEVEL_STYLES.get(record.levelname, ""))
-        label = getattr(record, "label", "")
+        label, model = getattr(record, "label", ""), getattr(record, "model", "")
         column = f"{self._styled(label.ljust(LABEL_COLUMNS), 'bold')} " if label else ""
-        return f"{self._styled(record.asctime, 'dim')} {level} {column}{record.message}"
+        return f"{self._styled(record.asctime, 'dim')} {level} {column}{f'{model}: ' if model else ''}{record.message}"
 
     def _styled(self, text: str, style: str) -> str:
         return Style.parse(style).render(text) if style and self._has_styles else text
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object: `time` (UTC), `level`, `message`, and what the record has of `label`, `fields`, `exception`."""
+    """One JSON object: `time` (UTC), `level`, `message`, and the record's `label`, `model`, `fields`, `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -56,11 +56,10 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "message": record.getMessage(),
         }
-        if label := getattr(record, "label", ""):
-            line["label"] = label
+        line.update({name: value for name in ("label", "model") if (value := getattr(record, name, ""))})
         line.update(getattr(record, "fields", {}))
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+        if record.exc_info or record.exc_text:  # an engine's process sends the text
+            line["exception"] = record.exc_text or self.formatException(record.exc_info or (None, None, None))
         return json.dumps(line)
 
 

@@ -1,46 +1,51 @@
-"""Composition of the server: from settings to a plan, then to a running worker and service.
-
-Torch is imported on the worker thread only, after the plan has set the environment that thread pools read.
-"""
+"""Composition of the server: from a prepared start to a running engine and service."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
-import os
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
-from threading import Event as Flag
 from typing import TYPE_CHECKING, Any
 
 from app.api.access import AccessRules, ApiKeys, is_loopback_name
 from app.api.routing import ApiRuntime, ModelNames
-from app.engine.decoder.engine import DecoderEngine
 from app.engine.worker import Callbacks, Worker
-from app.errors import CheckpointInvalid, InvalidRequest, PrecisionTooCostly, ServiceStopping, SettingsInvalid
+from app.errors import CheckpointInvalid, InvalidRequest, RequestError, SettingsInvalid, StepFailed
 from app.hardware.facts import Facts, to_json_value
-from app.hardware.imports import collection_paused
 from app.hardware.plan.plan import ServingPlan
-from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.cgroup import find_cpu_stat
 from app.hardware.probe.host_files import HostFiles
-from app.messages import SamplingParams, Stop
-from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo, throttled_seconds
+from app.messages import Event, SamplingParams
+from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo
 from app.metrics.instruments import Metrics
 from app.metrics.power_monitor import PowerMonitor
-from app.metrics.step_monitor import SlowStepDetector, StepMonitor, first_touch_seconds
-from app.metrics.steps import ExpectedSpeed, SpeedDrift, StepTimeModel
+from app.metrics.step_monitor import StepRecorder
+from app.metrics.steps import EngineSnapshot, StepStats
 from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.encoders.config import EncoderConfig
 from app.server.adapters import adapter_store
-from app.server.prepare import Prepared, UnfetchedModel, calibrate
+from app.server.engine_child import CheckpointRecipe
+from app.server.engine_host import (
+    EngineHost,
+    EngineTexts,
+    HostMessage,
+    HostSurroundings,
+    PlanChanged,
+    SpeedChanged,
+    StageBegun,
+    bind_service_threads,
+    read_tokenizer,
+)
+from app.server.engine_process import EngineProcess
+from app.server.model_source import check_vocabulary
+from app.server.prepare import Prepared, UnfetchedModel
 from app.server.start_console import StartConsole
 from app.service.served_model import (
     HELD_BYTES_DIVISOR,
@@ -60,7 +65,6 @@ from app.text.tokenizer import Tokenizer
 from app.text.tool_formats import TOOL_FORMATS, ToolFormat, choose_tool_format
 from app.tracing.request_trace import Tracer
 from app.version import VERSION
-from app.weights.cache_file import PACKS, checkpoint_fingerprint
 from app.weights.checkpoint import Checkpoint
 from app.weights.files import join_names, open_regular, unreadable_message
 from app.weights.program import ProgramCheckpoint
@@ -68,23 +72,18 @@ from app.weights.program import ProgramCheckpoint
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from app.engine.scheduler.speculation import Speculation
-    from app.engine.worker import Engine
-    from app.metrics.load_progress import LoadProgress
     from app.text.chat import ChatTemplate
     from app.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-MAX_IDLE_ATTEMPTS = 20  # attempts to time steps while idle; on a busy machine or under load each may fail
 STOP_SECONDS = 3.0  # longest wait of a stop for the worker; a step takes less
-STOP_LOADING_SECONDS = (
-    1.0  # longest wait while loading: it checks for a stop at each percent, and may be ended anywhere
-)
+# Longest wait while loading, which checks for a stop at each percent, and may be ended anywhere.
+STOP_LOADING_SECONDS = 1.0
 _MAX_KEY_BYTES = 2**20  # of a key file
 FLUSH_SECONDS = 1.0  # longest wait of a stop for the spans of the last requests to be sent
-# What is otherwise imported at the first stream, the first look at the routes, and in the first idle time. An import takes
-# time of the event loop, and fails where no more files can be opened.
-IMPORTED_LATER = ("anyio._core._sockets", "anyio._core._streams", "pydantic.v1", "app.engine.calibration.idle")
+# What is otherwise imported at the first stream and the first look at the routes. An import takes time of the event loop,
+# and fails where no more files can be opened.
+IMPORTED_LATER = ("anyio._core._sockets", "anyio._core._streams", "pydantic.v1")
 # Instruction sets in order: the first that the machine has is the label.
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
 log = logging.getLogger(__name__)
@@ -248,23 +247,7 @@ def isa_label(facts: Facts, plan: ServingPlan) -> str:
     return next((name for name in ISA_RANKS if name in facts.isa), "")
 
 
-def read_tokenizer(
-    checkpoint: Checkpoint | ProgramCheckpoint, report_stage: Callable[[str], None], cache: Path | None = None
-) -> Tokenizer | None:
-    """Try the checkpoint's tokenizer, noted in `cache` if it passes, and read it; None for a program."""
-    if isinstance(checkpoint, ProgramCheckpoint):
-        return None
-    from app.text.tokenizer_check import try_and_load
-
-    report_stage("reading the tokenizer")
-    config = checkpoint.model_config
-    lowercases = isinstance(config, EncoderConfig) and config.lowercases
-    tokenizer = try_and_load(checkpoint.location, cache, lowercases)
-    _warn_of_unknown_tokens(tokenizer, config.vocab_size)
-    return tokenizer
-
-
-def _warn_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
+def warn_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Log if the tokenizer has tokens that the model does not know; texts with them are refused."""
     texts = [tokenizer.token_text(token_id) for token_id in range(vocab_size, tokenizer.vocab_size + 1)]
     unknown = [text for text in texts if text]
@@ -309,51 +292,13 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
     if isinstance(checkpoint.model_config, EncoderConfig):
         return ServedEncoder(name, limits, tokenizer, checkpoint.model_config)
-    from app.server.startup import make_served_decoder
-
     return make_served_decoder(name, limits, tokenizer, chat, checkpoint, prepared.settings)
-
-
-def hash_ahead(prepared: Prepared) -> Sequence[Future[str]]:
-    """Hash the checkpoint's files on other threads if packs are kept, for `PackFolder.open`, which raises errors."""
-    folder, checkpoint = prepared.plan.weights.pack_folder, prepared.checkpoint
-    if folder is None or not isinstance(checkpoint, Checkpoint):
-        return ()
-    pool = ThreadPoolExecutor(1, thread_name_prefix="armature-hash")
-    hashing = pool.submit(checkpoint_fingerprint, checkpoint, Path(folder) / PACKS, prepared.plan.cpu.threads)
-    pool.shutdown(wait=False)
-    return (hashing,)
-
-
-def bind_service_threads(cpu_ids: tuple[int, ...]) -> None:
-    """Restrict all other threads that Python started, and the ones that they start, to these CPUs; empty: none.
-
-    They serve HTTP, tokenize, log and read the power. A refusal is only logged.
-    """
-    if not cpu_ids:
-        return
-    here = threading.get_native_id()
-    for thread in threading.enumerate():
-        if thread.native_id is not None and thread.native_id != here:
-            try:
-                os.sched_setaffinity(thread.native_id, cpu_ids)
-            except ProcessLookupError:
-                continue  # it has ended meanwhile
-            except (AttributeError, OSError, ValueError) as error:
-                log.warning("threads that do not compute cannot be bound to CPUs %s: %s", list(cpu_ids), error)
-                return
 
 
 def use_http_threads(number: int) -> None:
     """Let the event loop run what takes longer in as many threads."""
     pool = ThreadPoolExecutor(number, thread_name_prefix="armature-http")
     asyncio.get_running_loop().set_default_executor(pool)
-
-
-def save_prefixes(engine: Engine, is_wanted: Callable[[], bool]) -> None:
-    """Keep the prefixes that the engine computed, on the worker thread, until `is_wanted` returns True."""
-    if isinstance(engine, DecoderEngine):
-        engine.save_prefixes(is_wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,11 +311,11 @@ class SharedParts:
 
 
 class ServerRuntime:
-    """The worker, the service and the metrics of one process, connected.
+    """The serving half of one model, and its engine in a thread of this process or in a process of its own.
 
-    `on_fatal` is called from the worker thread when the worker cannot continue; `on_ready` when it can serve, with the
-    final plan, the seconds since the start, and whether the model has a chat template. `shared` None: it is the only
-    model of the process.
+    `on_fatal` is called when the engine cannot continue, and `on_ready` when it can serve, with the final plan, the
+    seconds since the start, and whether the model has a chat template; both on the engine's threads. `shared` None: it
+    is the only model of the process.
     """
 
     def __init__(
@@ -384,24 +329,41 @@ class ServerRuntime:
         self._start, self._tracer, self._shared = start, tracer, shared
         self._on_fatal, self._on_ready = on_fatal, on_ready
         self._began = time.monotonic()
-        self._stopping = Flag()
+        self._is_stopping = self._is_served = False
+        self._tokenizer: Tokenizer | None = None
+        self._chat: ChatTemplate | None = None
+        self._served: ServedModel | None = None
+        self._preparing: Sequence[Future[None]] = ()
+        self._speculation: dict[str, Any] | None = None
+        self._console = StartConsole(has_bars=start.settings.log_format == "text")
         self._cpu_stat = find_cpu_stat(HostFiles(Path("/")))
         self.metrics = Metrics() if shared is None else shared.metrics
-        self._step_monitor = StepMonitor(self.metrics)
-        self._step_time_model = StepTimeModel()
-        self._idle_attempts = 0
-        self._speculation: Speculation | None = None
-        self._console = StartConsole(has_bars=start.settings.log_format == "text")
-        self.worker = Worker(self._build, self._step_monitor)
-        self.service = Service(self.worker, self.metrics)
+        self._steps = StepRecorder(self.metrics)
         facts, settings, gpu = start.facts, start.settings, start.plan.gpu(start.facts)
-        if shared is None:
-            self._power_monitor = PowerMonitor(
+        self._thermal_monitor = ThermalMonitor(self.metrics, facts.thermal) if shared is None else shared.thermal
+        self.host: EngineHost | None = None  # in this process
+        self.worker: Worker | EngineProcess
+        if start.plan.steps.engine_process:
+            self.worker = EngineProcess(self._recipe, self._take, self._steps, self._fail_requests, start.model_name)
+        else:
+            surroundings = HostSurroundings(
+                self._take,
+                self._texts,
+                self._steps.record,
+                self._steps.began,
+                self._thermal_monitor.cause,
+                is_alone=shared is None,
+            )
+            self.host = EngineHost(start, surroundings)
+            self.worker = Worker(self.host.build, self.host.monitor)
+        self.service = Service(self.worker, self.metrics)
+        self._power_monitor = (
+            PowerMonitor(
                 self.metrics, facts.power, lambda: self.service.idle, settings.watts, settings.hourly_price, gpu
             )
-            self._thermal_monitor = ThermalMonitor(self.metrics, facts.thermal)
-        else:
-            self._power_monitor, self._thermal_monitor = shared.power, shared.thermal
+            if shared is None
+            else shared.power
+        )
         DeploymentGauges(self.metrics, self._deployment)
 
     @property
@@ -416,7 +378,7 @@ class ServerRuntime:
     def runtime_among(self, process: ApiRuntime) -> ApiRuntime:
         """Return the runtime of one of several models of a process."""
         names = ModelNames(self._start.settings.served_model_name[1:])
-        capacity = self._step_monitor.capacity
+        capacity = self._steps.capacity
         return replace(
             process, service=self.service, metrics=self.metrics, info=self._info, names=names, capacity=capacity
         )
@@ -429,7 +391,7 @@ class ServerRuntime:
         rules = AccessRules(*rates, settings.allowed_hosts, only_loopback, settings.cors_allow_origins)
         names = ModelNames(settings.served_model_name[1:], *accepts_any_name(settings, len(keys)))
         created, page = int(time.time()), settings.page == "on"
-        capacity, tracer = self._step_monitor.capacity, self._tracer
+        capacity, tracer = self._steps.capacity, self._tracer
         return ApiRuntime(
             self.service, self.metrics, self, self._info, created, keys, rules, names, page, tracer, capacity
         )
@@ -440,174 +402,109 @@ class ServerRuntime:
             use_http_threads(self._start.plan.cpu.http_threads)
             self._power_monitor.start()
             self._thermal_monitor.start()
-        callbacks = Callbacks(
-            self.service.on_events,
-            self._worker_failed,
-            self.metrics.on_step,
-            on_idle=self._use_idle_time,
-            on_pause=None if self._start.settings.prompt_cache is None else save_prefixes,
-        )
-        self.worker.start(callbacks)
+        if self.host is None:
+            self.worker.start(Callbacks(self._take_output, self._engine_failed))
+        else:
+            self.worker.start(self.host.callbacks(self._take_output, self._engine_failed))
 
     async def stop(self) -> None:
         """Stop everything after responses were sent or cut off, waiting for the worker for limited time."""
         if self._shared is None:
             self._power_monitor.stop()
             self._thermal_monitor.stop()
-        self._stopping.set()
+        self._is_stopping = True
         await self.service.stop()
-        self.worker.put(Stop())
         patience = STOP_LOADING_SECONDS if self.worker.state == "loading" else STOP_SECONDS
-        await asyncio.to_thread(self.worker.join, patience)
+        if self.host is not None:
+            self.host.stopping.set()
+        await self.worker.stop(patience)
+        self._console.close()
         if self._tracer is not None and self._shared is None:  # last: responses that were cut off have ended now
             await asyncio.to_thread(self._tracer.close, FLUSH_SECONDS)
+
+    # ---- from the engine's threads -----------------------------------------------------------------------------------
+
+    def _recipe(self) -> CheckpointRecipe:
+        return CheckpointRecipe(self._start)
+
+    def _take_output(self, events: Sequence[Event], snapshot: EngineSnapshot, stats: StepStats | None) -> None:
+        if events:
+            self.service.on_events(events)
+        if stats is not None:
+            self.metrics.on_step(stats, snapshot)
+
+    def _take(self, message: HostMessage) -> None:
+        if isinstance(message, StageBegun):
+            self._console.show(message.stage)
+        elif isinstance(message, PlanChanged):
+            self._take_plan(message)
+        elif isinstance(message, SpeedChanged):
+            self._steps.speed, self._speculation = message.speed, message.speculation
+        else:
+            self._become_ready()
+
+    def _take_plan(self, message: PlanChanged) -> None:
+        self._start = prepared = message.prepared
+        cache = prepared.settings.cache_directory
+        if self._tokenizer is None and not isinstance(prepared.checkpoint, ProgramCheckpoint):
+            self._tokenizer = tokenizer = read_tokenizer(prepared.checkpoint, cache)
+            assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
+            warn_of_unknown_tokens(tokenizer, prepared.checkpoint.model_config.vocab_size)
+            if prepared.draft is not None:
+                check_vocabulary(tokenizer, prepared.draft, cache)
+            self._chat = read_chat_template(prepared, tokenizer)
+            for name in IMPORTED_LATER:
+                import_module(name)
+        if not message.is_loading:
+            return
+        model = make_served_model(prepared, self._tokenizer, self._chat)
+        if self._served is not None and self._served.limits == model.limits:
+            return  # the engine is loaded again
+        self._served = model
+        self.service.serve(model)
+        self._preparing = prepare_grammars(model)
+
+    def _texts(self, prepared: Prepared) -> EngineTexts:
+        """Return what an engine in this process needs of the texts, which are read already."""
+        eos_token_ids = () if self._tokenizer is None else self._tokenizer.eos_token_ids
+        grammars = self._served.grammars if isinstance(self._served, ServedDecoder) else None
+        return EngineTexts(eos_token_ids, grammars, self._preparing)
+
+    def _become_ready(self) -> None:
+        prepared = self._prepared
+        wait(self._preparing)
+        read = self.worker.read_adapter if isinstance(self.worker, EngineProcess) else self._host_adapter
+        self._console.close()
+        if isinstance(self.worker, EngineProcess):  # what the host does in its own process
+            if self._shared is None:  # it would bind the workers of other models too
+                bind_service_threads(prepared.plan.cpu.service_cpu_ids)
+            gc.collect()
+            gc.freeze()
+        if self._is_served:
+            log.info("the engine was started again")
+            self.service.adapters.load_again()
+            return
+        self._is_served = True
+        self.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, read))
+        self._on_ready(prepared, time.monotonic() - self._began, self._chat is not None)
+
+    def _host_adapter(self, path: str, slot: int) -> None:
+        assert self.host is not None, "the engine is in this process"
+        self.host.read_adapter(path, slot)
+
+    def _fail_requests(self, error: RequestError) -> None:
+        self.service.on_worker_exit(error)
+
+    def _engine_failed(self, error: BaseException) -> None:
+        self._console.close()
+        self.service.on_worker_exit(StepFailed("The engine has stopped; the server is about to end."))
+        if not self._is_stopping:
+            self._on_fatal(error)
 
     @property
     def _prepared(self) -> Prepared:
         assert isinstance(self._start, Prepared), "the model is fetched first"
         return self._start
-
-    @_prepared.setter
-    def _prepared(self, prepared: Prepared) -> None:
-        self._start = prepared
-
-    # ---- on the worker thread --------------------------------------------------------------------------------------
-
-    def _build(self, report: Callable[[str | LoadProgress], None]) -> Engine:
-        def report_stage(stage: str | LoadProgress) -> None:
-            if self._stopping.is_set():
-                raise ServiceStopping("The server received the signal to stop while it was loading.")
-            report(stage)
-            self._console.show(stage)
-
-        with closing(self._console):
-            engine, has_chat = self._build_calibrated(report_stage)
-        for name, decision in self._prepared.plan.decisions.items():
-            log.debug("plan: %s = %s (%s)", name, decision.value, decision.reason)
-        if self._shared is None:  # it would bind the workers of other models too
-            bind_service_threads(self._prepared.plan.cpu.service_cpu_ids)
-        self._on_ready(self._prepared, time.monotonic() - self._began, has_chat)
-        return engine
-
-    def _build_calibrated(self, report_stage: Callable[[str | LoadProgress], None]) -> tuple[Engine, bool]:
-        """Measure the machine, and build the engine, again if its quality changes the plan; True: a chat template."""
-        if isinstance(self._start, UnfetchedModel):
-            self._start = self._start.fetch(report_stage)
-        os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
-        hashing = hash_ahead(self._prepared)  # while imports use one core
-        cache = self._prepared.settings.cache_directory
-        tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage, cache)
-        if tokenizer is not None and self._prepared.draft is not None:
-            from app.server.model_source import check_vocabulary
-
-            check_vocabulary(tokenizer, self._prepared.draft, cache)
-        chat = read_chat_template(self._prepared, tokenizer)
-        report_stage("importing torch")
-        began = time.monotonic()
-        with collection_paused():
-            import torch  # noqa: F401  # imported here so that the time is logged
-
-            for name in IMPORTED_LATER:
-                import_module(name)
-        log.debug("torch imported in %.1f s", time.monotonic() - began)
-        wait(hashing)  # it would disturb the measurement
-        self._prepared = calibrate(self._prepared, report_stage)
-        while True:
-            try:
-                return self._build_planned(tokenizer, chat, report_stage), chat is not None
-            except PrecisionTooCostly as found:
-                log.warning("%s: loading the weights in %s", found.message, self._prepared.plan.weights.precision)
-
-    def _build_planned(
-        self, tokenizer: Tokenizer | None, chat: ChatTemplate | None, report_stage: Callable[[str | LoadProgress], None]
-    ) -> Engine:
-        """Build the engine of the present plan. Raises `PrecisionTooCostly` if `auto` may not spend its quality."""
-        from app.engine.build import BuildRequest, build
-        from app.server.startup import prepare_grammars
-
-        prepared = self._prepared
-        step_time_model = StepTimeModel(
-            prepared.expected_step_times, is_measured=prepared.plan.speed.speed_source == "measured"
-        )
-        self._watch_drift(prepared, step_time_model)
-        model = make_served_model(prepared, tokenizer, chat)
-        self.service.serve(model)
-        preparing = prepare_grammars(model)
-        began = time.monotonic()
-        eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
-        with self._suggest_cpu_on_failure():
-            engine = build(
-                BuildRequest(
-                    prepared.checkpoint,
-                    prepared.plan,
-                    report_stage,
-                    step_time_model,
-                    eos_token_ids,
-                    self._take_quality_cost,
-                    prepared.adapters,
-                    prepared.draft,
-                )
-            )
-        if isinstance(engine, DecoderEngine) and isinstance(model, ServedDecoder):
-            engine.grammars = model.grammars
-        self._speculation = engine.scheduler.speculation if isinstance(engine, DecoderEngine) else None
-        slots = getattr(engine, "adapters", None)
-        self.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, prepared.checkpoint, slots))
-        wait(preparing)  # the vocabulary is built while no other thread runs Python
-        self._step_time_model = step_time_model
-        self._step_monitor.watch_slow_steps(self._slow_step_detector(step_time_model))
-        log.debug("weights loaded and warmed up in %.1f s", time.monotonic() - began)
-        return engine
-
-    def _take_quality_cost(self, cost: float) -> None:
-        """Plan again with the measured cost. Raises `PrecisionTooCostly` if the plan chooses another precision."""
-        before = self._prepared.plan.decisions["precision"]
-        self._prepared = self._prepared.with_quality_cost(cost)
-        now = self._prepared.plan.decisions["precision"]
-        if now.value != before.value:
-            kind = self._prepared.needs.kind
-            raise PrecisionTooCostly(f"Weights in {before.value}: {describe_cost(kind, cost)}. {now.reason}")
-        log.debug("plan: precision = %s (%s)", now.value, now.reason)
-
-    def _use_idle_time(self, engine: Engine, is_wanted: Callable[[], bool]) -> bool:
-        """Time steps of the engine if the start could not, or not well; return True to be called again."""
-        prepared = self._prepared
-        expected = prepared.estimated_trial if prepared.plan.steps.calibrate else None
-        if expected is None:
-            return False
-        from app.engine.calibration.idle import IdleMeasurement, IdleSubject
-
-        self._idle_attempts += 1
-        if isinstance(prepared.checkpoint, ProgramCheckpoint):
-            subject = IdleSubject(prepared.plan, expected, program=prepared.checkpoint)
-        else:
-            config = prepared.checkpoint.model_config
-            outputs = config.outputs if isinstance(config, EncoderConfig) else ()
-            subject = IdleSubject(prepared.plan, expected, config.vocab_size, outputs)
-        trial = IdleMeasurement(subject, engine, is_wanted).run()
-        if trial is None:
-            return self._idle_attempts < MAX_IDLE_ATTEMPTS
-        self._prepared = prepared.with_idle_trial(trial)
-        self._step_time_model.use_table(self._prepared.step_time_table)
-        self._watch_drift(self._prepared, self._step_time_model)
-        log.info("measured while idle: %s", self._prepared.plan.decisions["capacity_tokens_per_second"].reason)
-        return False
-
-    @contextmanager
-    def _suggest_cpu_on_failure(self) -> Iterator[None]:
-        """Log that `device=cpu` remains possible if loading on a GPU fails; the failure itself is raised as usual."""
-        device, done = self._prepared.plan.placement.device, False
-        try:
-            yield
-            done = True
-        finally:
-            if device != "cpu" and not done and not self._stopping.is_set():
-                log.error("loading on %s failed; set device=cpu to serve on the processor instead", device)
-
-    def _worker_failed(self, error: BaseException) -> None:
-        self.service.on_worker_exit()
-        if not self._stopping.is_set():
-            self._on_fatal(error)
 
     # ---- metrics and information ------------------------------------------------------------------------------------
 
@@ -630,38 +527,12 @@ class ServerRuntime:
             hourly_price=prepared.settings.hourly_price,
         )
 
-    def _watch_drift(self, prepared: Prepared, model: StepTimeModel) -> None:
-        calibration_file, calibration, plan = prepared.calibration_file, prepared.calibration, prepared.plan
-        if model.table is None:
-            return
-        expected = ExpectedSpeed(
-            plan.speed.capacity_tokens_per_second,
-            plan.speed.roofline_ratio,
-            not model.is_measured,
-            prepared.calibration_spread,
-        )
-
-        def forget() -> None:
-            if calibration is not None:
-                calibration_file.forget(calibration)
-
-        self._step_monitor.watch_drift(SpeedDrift(model, expected, forget))
-
-    def _slow_step_detector(self, model: StepTimeModel) -> SlowStepDetector:
-        return SlowStepDetector(
-            model,
-            self._step_monitor.gc_control,
-            lambda: throttled_seconds(self._cpu_stat),
-            first_touch_seconds(),
-            self._thermal_monitor.cause,
-        )
-
     def _sampling_defaults(self) -> dict[str, float]:
         model = self.service.model if self.service.ready else None
         return dict(model.sampling_defaults) if isinstance(model, ServedDecoder) else {}
 
     def _info(self) -> dict[str, Any]:
-        prepared, drift = self._start, self._step_monitor.drift
+        prepared, speed = self._start, self._steps.speed
         needs: dict[str, Any] = {}
         calibration = None
         if isinstance(prepared, Prepared):
@@ -675,7 +546,7 @@ class ServerRuntime:
             "thermal": self._thermal_monitor.to_json(),
             "plan": prepared.plan.to_json(),
             "calibration": None if calibration is None else calibration.to_json(),
-            "speed": None if drift is None else drift.to_json(),
-            "steps": self._step_monitor.steps_json(),
-            "speculation": None if self._speculation is None else self._speculation.to_json(),
+            "speed": None if speed is None else speed.to_json(),
+            "steps": self._steps.steps_json(),
+            "speculation": self._speculation,
         }

@@ -7,14 +7,16 @@ weights of its adapter, and a slot is emptied after its last request has left th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NoReturn
 
-from app.errors import InvalidRequest, ModelNotFound
+from app.errors import InvalidRequest, ModelNotFound, RequestError
 from app.messages import Command, LoadedAdapter, SetAdapter
 
+log = logging.getLogger(__name__)
 MAX_NAME = 256  # characters of an adapter's name
 
 
@@ -47,6 +49,7 @@ class Adapters:
 
     def __init__(self, store: AdapterStore, put: Callable[[Command], None]) -> None:
         self._read, self._put = store.read, put
+        self._initial = tuple(store.initial)
         self._numbers = count()
         self._free = list(range(store.num_slots))
         self._by_name: dict[str, Adapter] = {}
@@ -102,6 +105,23 @@ class Adapters:
             self._loading.discard(name)
             if name not in self._by_name:
                 self._free.insert(0, slot)
+
+    def load_again(self) -> None:
+        """Load what clients have loaded into an engine that was started again, on a thread, before it is ready."""
+        initial = [(name, path, slot) for slot, (name, path) in enumerate(self._initial)]
+        for adapter in self:
+            slot = adapter.loaded.slot
+            if self._read is None or (adapter.name, adapter.path, slot) in initial:
+                continue
+            try:
+                self._read(adapter.path, slot)
+            except RequestError as error:
+                log.warning("the adapter %s is not served any more: %s", adapter.name, error.message)
+                del self._by_name[adapter.name]
+                adapter.is_leaving = True
+                self._drop_if_unused(adapter)
+            else:
+                self._put(SetAdapter(slot, is_loaded=True))
 
     def unload(self, name: str) -> None:
         """Serve the adapter to no further request, and free its place after its last one.

@@ -15,7 +15,7 @@ from contextvars import copy_context
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
-from app.errors import NotReady, RequestError, RequestTimeout, ServiceStopping, StepFailed
+from app.errors import NotReady, RequestError, RequestTimeout, ServiceStopping
 from app.messages import Command, Event, GrammarSource, RequestFailed
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
@@ -168,12 +168,10 @@ class EngineClient:
             self._is_woken = True
             loop.call_soon_threadsafe(self._deliver_steps)
 
-    def on_worker_exit(self) -> None:
-        """Fail all open requests. Called from the worker thread after its last events."""
+    def on_worker_exit(self, error: RequestError) -> None:
+        """Fail all open requests. Called after the engine's last events, from any thread."""
         if (loop := self._open_loop()) is not None:
-            loop.call_soon_threadsafe(
-                self._fail_open, StepFailed("The engine has stopped; the server is about to end.")
-            )
+            loop.call_soon_threadsafe(self._fail_open, error)
 
     def _open_loop(self) -> asyncio.AbstractEventLoop | None:
         """Return the event loop; None if there is none, and so no open request."""
@@ -181,7 +179,7 @@ class EngineClient:
 
     def _deliver_steps(self) -> None:
         self._is_woken = False  # before the steps are taken: those that come from now on wake the loop again
-        while self._steps:
+        for _ in range(len(self._steps)):  # not those that arrive meanwhile: a fast engine would keep the loop here
             self._deliver(self._steps.popleft())
         for write in self._writes:
             write()

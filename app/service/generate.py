@@ -109,14 +109,15 @@ class OpenGeneration(OpenRequest):
         else:
             prompt = await client.read(size, read_prompt, model, request)
         self.reserve(prompt.most_tokens(model.limits.max_model_len))
-        self._grammar = await client.compile(model, prompt.grammar)
+        self._grammar = grammar = await client.compile(model, prompt.grammar)
         if prompt.num_scores or size > COUNTED_CHARACTERS:
             self.hold(prompt.num_scores * SCORE_BYTES + size)
         self.begin(model, prompt)
         if self.http.trace is not None:
             self.http.trace.note_sampling(prompt.params)
         request_id = client.unique_id(request.request_id)
-        command = prompt.command(request_id, self.arrived_at, adapter, request.cache_salt)
+        definition = "" if grammar is None else grammar.definition
+        command = prompt.command(request_id, self.arrived_at, adapter, request.cache_salt, definition)
         self.send(command, len(prompt.token_ids))
         return [Accepted(prompt.token_ids), *self._prompt_deltas()]
 

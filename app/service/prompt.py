@@ -64,9 +64,10 @@ class Prompt:
         arrived_at: float,
         adapter: LoadedAdapter | None = None,
         cache_salt: str | None = None,
+        definition: str = "",
     ) -> Generate:
         tokens = self.token_ids, self.params, arrived_at, self.bad_word_ids
-        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt)
+        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt, definition)
 
 
 def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from app.errors import InvalidRequest, NotReady, ServiceStopping
+from app.errors import InvalidRequest, NotReady, RequestError, ServiceStopping
 from app.messages import Event
 from app.metrics.gauges import engine_gauges
 from app.metrics.instruments import Metrics
@@ -90,8 +90,8 @@ class Service:
     def on_events(self, events: Sequence[Event]) -> None:
         self._client.on_events(events)
 
-    def on_worker_exit(self) -> None:
-        self._client.on_worker_exit()
+    def on_worker_exit(self, error: RequestError) -> None:
+        self._client.on_worker_exit(error)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 

@@ -73,12 +73,13 @@ _MakeRepeats = Callable[[], JsonRepeats]
 class CompiledGrammar:
     """A grammar for one vocabulary. Any thread may use it.
 
-    `matcher` is at its start. `spelled` are the added tokens with text that is part of the grammar's, each with the
-    tokens as which it is read: special ones as their letters, others as themselves. These are checked too since the
-    library, where several texts begin alike, may allow the usual tokens of that beginning alone. `slash` and
-    `make_repeats` are for JSON.
+    `definition` is what the library reads, and `matcher` is at its start. `spelled` are the added tokens with text that
+    is part of the grammar's, each with the tokens as which it is read: special ones as their letters, others as
+    themselves. These are checked too since the library, where several texts begin alike, may allow the usual tokens of
+    that beginning alone. `slash` and `make_repeats` are for JSON.
     """
 
+    definition: str
     matcher: LLMatcher
     field: str
     eos_token_ids: frozenset[int]
@@ -245,10 +246,13 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Build the forms of the vocabulary, about 20 µs a token, and start the process that compiles first."""
+        self.prepare_vocabulary()
+        self._quick.start()
+
+    def prepare_vocabulary(self) -> None:
         with suppress(InvalidRequest):  # each request for structured output gets this error
             _ = self._vocabulary
             _ = self._token_bytes
-        self._quick.start()
 
     def close(self) -> None:
         """End the processes, and with them compilations that other threads wait for."""
@@ -288,7 +292,7 @@ class GrammarCompiler:
         kept: OrderedDict[GrammarSource, CompiledGrammar],
         most: int,
     ) -> CompiledGrammar | None:
-        vocabulary = self._vocabulary
+        _ = self._vocabulary  # which may be impossible
         status, text = process.compile(source)
         if status is ReplyStatus.STOPPED and process is self._quick:
             return None
@@ -299,7 +303,16 @@ class GrammarCompiler:
             raise InvalidRequest(text, field=source.field)
         if status is not ReplyStatus.TEXT:
             raise refusal(source, text)
-        matcher = _on_large_stack(lambda: LLMatcher(vocabulary, text, log_level=0, limits=LIMITS), source)
+        compiled = self.compile_definition(source, text)
+        with self._lock:
+            _keep(kept, source, compiled, most)
+            self._in_use[source] = compiled
+        return compiled
+
+    def compile_definition(self, source: GrammarSource, definition: str) -> CompiledGrammar:
+        """Compile a grammar whose definition the process with limits has compiled before."""
+        vocabulary = self._vocabulary
+        matcher = _on_large_stack(lambda: LLMatcher(vocabulary, definition, log_level=0, limits=LIMITS), source)
         if not matcher.is_error():
             # what is too much work for the first tokens is refused before it is admitted
             matcher.compute_bitmask()
@@ -310,11 +323,7 @@ class GrammarCompiler:
         spelled = {one: self._letters(name) if one in special else (one,) for one, name in self._added_in(source)}
         slash = self._slash if source.kind in _JSON_KINDS else None
         repeats = self._repeats(source)
-        compiled = CompiledGrammar(matcher, source.field, self._eos_token_ids, spelled, slash, repeats)
-        with self._lock:
-            _keep(kept, source, compiled, most)
-            self._in_use[source] = compiled
-        return compiled
+        return CompiledGrammar(definition, matcher, source.field, self._eos_token_ids, spelled, slash, repeats)
 
     def find(self, source: GrammarSource) -> CompiledGrammar | None:
         """Return the grammar of this source, if somebody holds it. Any thread may call it."""

@@ -28,7 +28,7 @@ from app.hardware.probe.host_files import HostFiles
 from app.hardware.step_times import StepTimeTable
 from app.metrics.gauges import throttled_seconds
 from app.metrics.instruments import Metrics
-from app.metrics.step_monitor import SlowStepDetector, StepMonitor, first_touch_seconds
+from app.metrics.step_monitor import SlowStepDetector, StepMonitor, StepRecorder, first_touch_seconds
 from app.metrics.steps import EngineSnapshot, ExpectedSpeed, SpeedDrift, StepStats, StepTimeModel
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint
@@ -184,7 +184,8 @@ class StepInstruments:
 
     def __init__(self) -> None:
         self.metrics = Metrics()
-        self.watch = StepMonitor(self.metrics)
+        recorder = StepRecorder(self.metrics)
+        self.watch = StepMonitor(recorder.record, recorder.began)
         self._model = StepTimeModel(STEP_TIMES)
         self.watch.watch_drift(SpeedDrift(self._model, ExpectedSpeed({}, {})))
         cpu_stat = find_cpu_stat(HostFiles(Path("/")))

@@ -27,6 +27,9 @@ MAX_TOKENS = 200
 OVERHEAD_TARGET = 0.10
 NUM_FAST_STREAMS = (64, 256)
 TOKEN_TARGET = 15.0  # microseconds
+PLACES = ("thread", "process")  # of the engine
+NUM_FIRST_TOKENS = 200
+ADDED_FIRST_TOKEN_TARGET = 0.3  # milliseconds
 RATE_TARGET = 0.9  # of the engine's tokens per second
 ENGINE_RATE = 48_600.0  # tokens per second: what the engine makes of a 1B model on an H200 (docs/hardware.md)
 PACED_RATE = 6_000.0  # tokens per second, at which the event loop is never late
@@ -140,9 +143,9 @@ async def _line(process: asyncio.subprocess.Process) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _running(checkpoint: Path) -> AsyncIterator[_SimulatedServer]:
+async def _running(checkpoint: Path, place: str) -> AsyncIterator[_SimulatedServer]:
     # -P: do not import an `app` folder in the current directory.
-    command = (sys.executable, "-P", "-m", "armature_bench.http.simulated", str(checkpoint))
+    command = (sys.executable, "-P", "-m", "armature_bench.http.simulated", str(checkpoint), place)
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -196,39 +199,65 @@ async def _simulated_window(
     return {"arrived": arrived, "seconds": wall, **{name: after[name] - before[name] for name in before}}
 
 
+async def _first_token_seconds(server: _SimulatedServer) -> float:
+    """Return the median seconds to the first token of one client after another, with an engine that has it at once."""
+    await server.counts(ENGINE_RATE)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    seconds: list[float] = []
+    try:
+        for _ in range(NUM_FIRST_TOKENS):
+            began = time.perf_counter()
+            writer.write(head.encode() + body)
+            await reader.readuntil(b"data: ")
+            seconds.append(time.perf_counter() - began)
+            await reader.readuntil(b"[DONE]\n\n")
+            await reader.readuntil(b"0\r\n\r\n")
+    finally:
+        writer.close()
+    return statistics.median(seconds)
+
+
 async def streamed_token_cost(
     checkpoint: Path, rounds: int, advance: AdvanceProgress, seconds: float = 2.0
 ) -> list[Figure]:
-    """Measure the event loop's CPU time for each streamed token, and the tokens that clients get of a fast engine."""
+    """Measure the event loop's CPU time for each streamed token, and the tokens that clients get of a fast engine.
+
+    The engine is in a thread of the server, and then in a process of its own.
+    """
     figures: list[Figure] = []
-    async with _running(checkpoint) as server:
-        costs: list[float] = []
-        for number in range(rounds):
-            window = await _simulated_window(server, NUM_FAST_STREAMS[0], PACED_RATE, seconds)
-            costs.append(window["loop"] / window["tokens"] * 1e6)
-            advance(f"window {number + 1} of {rounds}")
-        figures.append(
-            Figure(
-                "event loop, a streamed token ×64", statistics.median(costs), "µs", target=TOKEN_TARGET, at_most=True
-            )
-        )
-        for num_streams in NUM_FAST_STREAMS:
-            window = await _simulated_window(server, num_streams, ENGINE_RATE, seconds)
-            advance(f"{num_streams} clients")
-            rate = window["arrived"] / window["seconds"]
-            cores = window["process"] / window["seconds"]
-            against = f"a simulated engine of {ENGINE_RATE:,.0f} tok/s"
-            figures.append(
-                Figure(
-                    f"streamed to ×{num_streams} clients",
-                    rate,
-                    "tok/s",
-                    ratio=rate / ENGINE_RATE,
-                    against=against,
-                    target=RATE_TARGET,
-                    parts={"cores": cores},
+    first_token: dict[str, float] = {}
+    for place in PLACES:
+        async with _running(checkpoint, place) as server:
+            costs: list[float] = []
+            for number in range(rounds):
+                window = await _simulated_window(server, NUM_FAST_STREAMS[0], PACED_RATE, seconds)
+                costs.append(window["loop"] / window["tokens"] * 1e6)
+                advance(f"{place}: window {number + 1} of {rounds}")
+            name = f"event loop, a streamed token ×{NUM_FAST_STREAMS[0]}, {place}"
+            figures.append(Figure(name, statistics.median(costs), "µs", target=TOKEN_TARGET, at_most=True))
+            for num_streams in NUM_FAST_STREAMS:
+                window = await _simulated_window(server, num_streams, ENGINE_RATE, seconds)
+                advance(f"{place}: {num_streams} clients")
+                rate = window["arrived"] / window["seconds"]
+                figures.append(
+                    Figure(
+                        f"streamed to ×{num_streams} clients, {place}",
+                        rate,
+                        "tok/s",
+                        ratio=rate / ENGINE_RATE,
+                        against=f"a simulated engine of {ENGINE_RATE:,.0f} tok/s",
+                        target=RATE_TARGET,
+                        parts={"cores": window["process"] / window["seconds"]},
+                    )
                 )
-            )
+            first_token[place] = await _first_token_seconds(server)
+            figures.append(Figure(f"first token ×1, {place}", first_token[place] * 1e3, "ms"))
+    added = first_token["process"] - first_token["thread"]
+    figures.append(
+        Figure("first token, process over thread", added * 1e3, "ms", target=ADDED_FIRST_TOKEN_TARGET, at_most=True)
+    )
     return figures
 
 
@@ -268,7 +297,7 @@ async def short_request_cost(
     """
     figures: list[Figure] = []
     for served, requests in ((checkpoint, GENERATE_REQUESTS), (Path(ENCODER), ENCODE_REQUESTS)):
-        async with _running(served) as server:
+        async with _running(served, PLACES[0]) as server:
             for name, path, body in requests:
                 paced = [await _request_window(server, path, body, PACED_RATE, seconds / rounds) for _ in range(rounds)]
                 fastest = await _request_window(server, path, body, UNPACED_RATE, seconds)

@@ -2,8 +2,9 @@
 
 The engine makes a token with one space for each open request at fixed intervals, and computes nothing, so the figures
 are the cost of the way from the sockets to the worker and back. An encoder answers with random vectors. `armature bench
-overhead` starts the server as a child process: `python -m armature_bench.http.simulated MODEL`. It prints its port;
-for each line on standard input it prints a line of JSON with counters.
+overhead` starts the server as a child process: `python -m armature_bench.http.simulated MODEL thread|process`, where
+the last word says where the engine runs. It prints its port; for each line on standard input it prints a line of JSON
+with counters.
 """
 
 from __future__ import annotations
@@ -17,31 +18,39 @@ import sys
 import threading
 import time
 from array import array
+from collections.abc import Callable
 from contextlib import redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from typing import Any
 
 import uvicorn
 
 from app.api.routing import ApiRuntime
+from app.engine.worker import Callbacks, Engine, Worker
+from app.errors import RequestError
 from app.hardware.step_times import StepTimes, StepTimeTable
 from app.messages import (
     Abort,
     Array,
     ArraysReady,
-    Command,
     Encode,
     Event,
     Generate,
+    RequestFailed,
     SequenceFinished,
-    Stop,
     TokensReady,
 )
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
-from app.metrics.steps import EngineSnapshot
+from app.metrics.step_monitor import StepBegin, StepRecorder
+from app.metrics.steps import EngineSnapshot, StepStats
 from app.models.encoders.config import EncoderConfig
 from app.server.app import create_app
+from app.server.channel import Channel, Output, Pickled
+from app.server.engine_child import HostedEngine, fail
+from app.server.engine_host import EngineReady, HostMessage
+from app.server.engine_process import EngineProcess
 from app.server.log_output import log_to_stderr
 from app.server.process import SWITCH_SECONDS, server_config
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServingLimits
@@ -57,61 +66,53 @@ _MODEL = "simulated"
 _TEXT = "The keeper of the lighthouse wrote a letter to his sister every Sunday, and she answered in verse. "
 # The service predicts each request's wait by such a table.
 _POINTS = ((1, 0.001), (512, 0.05))
+_LATE_SECONDS = 0.05  # that the engine catches up, at most
 
 
 class SimulatedEngine:
-    """A worker with an engine that makes `rate` tokens per second for all open requests, and computes nothing.
+    """An engine that makes `rate` tokens per second for all open requests, and computes nothing.
 
     `token_ids` are sampled in turn. `vector_size` is of an encoder, which answers each request in its next step.
     """
 
+    batching_delay_seconds = 0.0
+
     def __init__(self, token_ids: tuple[int, ...], vector_size: int = 0) -> None:
-        self.alive, self.state, self.stage = True, "ready", "ready"
-        self.load_progress: LoadProgress | None = None
         table = StepTimeTable(_POINTS, _POINTS, encode_points=_POINTS if vector_size else ())
         self._step_times = StepTimes(table, 512)
-        self.snapshot = EngineSnapshot(stepped_at=time.monotonic(), step_times=self._step_times)
-        self.rate = PACED_RATE
-        self.num_tokens = 0
-        self._mailbox: SimpleQueue[Command] = SimpleQueue()
-        self._token_ids = token_ids
         self._vector = array("f", (random.gauss() for _ in range(vector_size))).tobytes()
-        self._open: dict[str, int] = {}  # tokens that are left
         self._encodes: list[Encode] = []
+        self.rate = PACED_RATE
+        self.stats: StepStats | None = None
+        self._token_ids = token_ids
+        self._open: dict[str, int] = {}  # tokens that are left
+        self._due = 0.0
 
-    def put(self, command: Command) -> None:
-        self._mailbox.put(command)
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open or self._encodes)
 
-    def run(self, service: Service) -> None:
-        due = time.perf_counter()
-        while True:
-            try:
-                has_work = self._open or self._encodes
-                command = self._mailbox.get(timeout=max(due - time.perf_counter(), 0.0) if has_work else None)
-            except Empty:
-                events = self._step()
-                due = max(due, time.perf_counter() - 0.05) + len(events) / self.rate
-                self.snapshot = EngineSnapshot(stepped_at=time.monotonic(), step_times=self._step_times)
-                service.on_events(events)
-                continue
-            if isinstance(command, Generate):
-                self._open[command.request_id] = command.params.max_tokens or STREAM_TOKENS
-                due = max(due, time.perf_counter())
-            elif isinstance(command, Encode):
-                self._encodes.append(command)
-                due = max(due, time.perf_counter())
-            elif isinstance(command, Abort):
-                self._open.pop(command.request_id, None)
-            elif isinstance(command, Stop):
-                return
+    def add(self, order: Generate | Encode) -> list[Event]:
+        if isinstance(order, Encode):
+            self._encodes.append(order)
+        else:
+            self._open[order.request_id] = order.params.max_tokens or STREAM_TOKENS
+        return []
 
-    def _step(self) -> list[Event]:
+    def abort(self, command: Abort) -> list[Event]:
+        self._open.pop(command.request_id, None)
+        return []
+
+    def step(self) -> list[Event]:
+        began = time.perf_counter()
+        if self._due > began:
+            time.sleep(self._due - began)
+        self._due = max(self._due, began - _LATE_SECONDS) + len(self._open) / self.rate
         events: list[Event] = []
-        self.num_tokens += len(self._open)
         for request_id, left in self._open.items():
-            token_id = self._token_ids[left % len(self._token_ids)]
-            events.append(TokensReady(request_id, 0, (token_id,)))
+            events.append(TokensReady(request_id, 0, (self._token_ids[left % len(self._token_ids)],)))
             self._open[request_id] = left - 1
+        self.stats = StepStats(time.perf_counter() - began, decode_tokens=len(events), num_decode_sequences=len(events))
         for request_id in [one for one, left in self._open.items() if not left]:
             events.append(SequenceFinished(request_id, 0, "length"))
             del self._open[request_id]
@@ -124,35 +125,141 @@ class SimulatedEngine:
         vectors = Array("FP32", (number, len(self._vector) // 4), number * self._vector)
         return ArraysReady(command.request_id, {"embedding": vectors})
 
+    def fail(self) -> list[Event]:
+        return []
 
-class _Lifetime:
-    def __init__(self, service: Service, engine: SimulatedEngine, model: ServedModel) -> None:
-        self.service, self.engine, self.model = service, engine, model
-        self._thread = threading.Thread(target=engine.run, args=(service,), daemon=True)
+    def fail_all(self, error: RequestError) -> list[Event]:
+        failed: list[Event] = [RequestFailed(request_id, error) for request_id in self._open]
+        self._open.clear()
+        return failed
+
+    def check(self) -> None: ...
+
+    def snapshot(self) -> EngineSnapshot:
+        rows = tuple((STREAM_TOKENS - left, left) for left in self._open.values())
+        return EngineSnapshot(len(self._open), stepped_at=time.monotonic(), rows=rows, step_times=self._step_times)
+
+
+@dataclass(frozen=True, slots=True)
+class _SetRate:
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    token_ids: tuple[int, ...]
+    vector_size: int = 0
+
+    @property
+    def log_level(self) -> str:
+        return "info"
+
+    def make(self, channel: Channel, began: StepBegin) -> HostedEngine:
+        return _HostedSimulation(SimulatedEngine(self.token_ids, self.vector_size), channel)
+
+
+class _HostedSimulation:
+    """The simulated engine in a process of its own."""
+
+    def __init__(self, engine: SimulatedEngine, channel: Channel) -> None:
+        self._engine, self._channel = engine, channel
+        self._worker = Worker(self._build)
+
+    def _build(self, report: Callable[[str | LoadProgress], None]) -> Engine:
+        self._channel.send(Pickled.of(EngineReady(self._engine.snapshot())))
+        return self._engine
+
+    def worker(self) -> tuple[Worker, Callbacks]:
+        return self._worker, Callbacks(self._send, lambda error: fail(self._channel, error))
+
+    def _send(self, events: list[Event], snapshot: EngineSnapshot, stats: StepStats | None) -> None:
+        self._channel.send(Output(events, snapshot, stats, time.time()))
+
+    def take(self, command: Any) -> None:
+        if isinstance(command, _SetRate):
+            self._engine.rate = command.rate
+        else:
+            self._worker.put(command)
+
+    def stop_loading(self) -> None: ...
+
+
+class _Simulation:
+    """The serving half: the worker in a thread or in a process, with the service and the counters."""
+
+    def __init__(self, checkpoint: Path, in_process: bool) -> None:
+        self._model, recipe = _served(checkpoint)
+        self.num_tokens = 0
+        self.metrics = Metrics()
+        recorder = StepRecorder(self.metrics)
+        self._engine = SimulatedEngine(recipe.token_ids, recipe.vector_size)
+        self.worker: Worker | EngineProcess = (
+            EngineProcess(lambda: recipe, self._take, recorder, self._fail, _MODEL)
+            if in_process
+            else Worker(self._build)
+        )
+        self.service = Service(self.worker, self.metrics)
+
+    def _build(self, report: Callable[[str | LoadProgress], None]) -> Engine:
+        return self._engine
+
+    def _take(self, message: HostMessage) -> None: ...
+
+    def _fail(self, error: BaseException) -> None:
+        os._exit(1)
+
+    def _take_output(self, events: list[Event], snapshot: EngineSnapshot, stats: StepStats | None) -> None:
+        self.num_tokens += len(events)
+        self.service.on_events(events)
+        if stats is not None:
+            self.metrics.on_step(stats, snapshot)
 
     async def start(self) -> None:
         await self.service.start()
-        self.service.serve(self.model)
-        self._thread.start()
+        self.service.serve(self._model)
+        self.worker.start(Callbacks(self._take_output, self._fail))
+        while self.worker.state == "loading":  # connections wait for the end of this startup
+            await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        self.engine.put(Stop())
         await self.service.stop()
+        await self.worker.stop(1.0)
+
+    def set_rate(self, rate: float) -> None:
+        if isinstance(self.worker, EngineProcess):
+            self.worker.send(_SetRate(rate))
+        else:
+            self._engine.rate = rate
+
+    def counts(self) -> dict[str, float]:
+        seconds = time.process_time()
+        if isinstance(self.worker, EngineProcess):
+            seconds += _cpu_seconds(self.worker.pid)
+        return {"loop": time.thread_time(), "process": seconds, "tokens": self.num_tokens}
 
 
-def _served(path: Path) -> tuple[ServedModel, SimulatedEngine]:
+def _served(path: Path) -> tuple[ServedModel, _Recipe]:
     path, _ = find_model(path)
     checkpoint, tokenizer = open_checkpoint(path), Tokenizer(path)
     limits = ServingLimits(2 * STREAM_TOKENS, 1024, 1024, 3600.0, tokenizer.vocab_size)
     if isinstance(config := checkpoint.model_config, EncoderConfig):
-        return ServedEncoder(_MODEL, limits, tokenizer, config), SimulatedEngine((), config.embedding_size)
+        return ServedEncoder(_MODEL, limits, tokenizer, config), _Recipe((), config.embedding_size)
     chat = open_chat_template(path, tokenizer.config, tokenizer.named_tokens)
     ids = tokenizer.encode(_TEXT, add_special_tokens=False)
-    engine = SimulatedEngine(tuple(one for one in ids if (tokenizer.piece(one) or "").count(" ") == 1))
-    return ServedDecoder(_MODEL, limits, tokenizer, chat), engine
+    recipe = _Recipe(tuple(one for one in ids if (tokenizer.piece(one) or "").count(" ") == 1))
+    return ServedDecoder(_MODEL, limits, tokenizer, chat), recipe
 
 
-def serve(checkpoint: Path) -> None:
+def _cpu_seconds(pid: int | None) -> float:
+    """Return the processor time of another process, where /proc has it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def serve(checkpoint: Path, in_process: bool) -> None:
     """Serve until standard input ends."""
     sys.setswitchinterval(SWITCH_SECONDS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the plan sets it
@@ -160,27 +267,24 @@ def serve(checkpoint: Path) -> None:
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         with redirect_stderr(nowhere):
             log_to_stderr(settings)  # a line for each request is part of its cost
-        _serve(settings, *_served(checkpoint))
+        _serve(settings, _Simulation(checkpoint, in_process))
 
 
-def _serve(settings: Settings, model: ServedModel, engine: SimulatedEngine) -> None:
-    metrics = Metrics()
-    service = Service(engine, metrics)
-    lifetime = _Lifetime(service, engine, model)
-    server = uvicorn.Server(server_config(create_app(ApiRuntime(service, metrics, lifetime, dict, 1)), settings))
+def _serve(settings: Settings, simulation: _Simulation) -> None:
+    runtime = ApiRuntime(simulation.service, simulation.metrics, simulation, dict, 1)
+    server = uvicorn.Server(server_config(create_app(runtime), settings))
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
 
-        def count() -> None:
-            counts = {"loop": time.thread_time(), "process": time.process_time(), "tokens": engine.num_tokens}
-            print(json.dumps(counts), flush=True)
+        def count(rate: float) -> None:
+            simulation.set_rate(rate)
+            print(json.dumps(simulation.counts()), flush=True)
 
         def listen() -> None:
             for line in sys.stdin:
-                engine.rate = float(line)
-                loop.call_soon_threadsafe(count)
+                loop.call_soon_threadsafe(count, float(line))
             loop.call_soon_threadsafe(setattr, server, "should_exit", True)
 
         threading.Thread(target=listen, daemon=True).start()
@@ -192,4 +296,6 @@ def _serve(settings: Settings, model: ServedModel, engine: SimulatedEngine) -> N
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    from armature_bench.http import simulated  # the engine's process finds the classes by this name
+
+    simulated.serve(Path(sys.argv[1]), sys.argv[2:] == ["process"])

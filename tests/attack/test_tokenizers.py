@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointInvalid
-from app.server.startup import read_tokenizer
+from app.server.engine_host import read_tokenizer
+from app.server.startup import warn_of_unknown_tokens
 from app.settings import DEMO_DIRECTORY
 from app.text import tokenizer_check
 from app.text.tokenizer_check import MAX_GROWTH, NOTES, check_tokenizer, fault_of, fault_of_tokenizer, growth_fault
@@ -111,19 +112,19 @@ def test_limits_of_time_and_memory_end_the_process(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_tokenizer_that_passed_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint, stages = open_checkpoint(write_checkpoint(tmp_path / "model")), list[str]()
-    assert read_tokenizer(checkpoint, stages.append, tmp_path / "cache") is not None
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "model"))
+    assert read_tokenizer(checkpoint, tmp_path / "cache") is not None
     tried: list[bytes] = []
     monkeypatch.setattr(tokenizer_check, "fault_of_tokenizer", lambda content: tried.append(content) or "")
-    read_tokenizer(checkpoint, stages.append, tmp_path / "cache")
+    read_tokenizer(checkpoint, tmp_path / "cache")
     assert not tried
-    read_tokenizer(checkpoint, stages.append, None)
+    read_tokenizer(checkpoint, None)
     (note,) = (tmp_path / "cache" / NOTES).iterdir()
     note.chmod(0o666)  # others could have written it
-    read_tokenizer(checkpoint, stages.append, tmp_path / "cache")
+    read_tokenizer(checkpoint, tmp_path / "cache")
     note.unlink(missing_ok=True)
     os.mkfifo(note)
-    read_tokenizer(checkpoint, stages.append, tmp_path / "cache")
+    read_tokenizer(checkpoint, tmp_path / "cache")
     assert len(tried) == 3
 
 
@@ -141,5 +142,7 @@ def test_tokens_that_the_model_does_not_know_are_named(tmp_path: Path, caplog: p
     start = vocab_size - missing
     state["added_tokens"] += [{"id": start + at, "content": name, **added} for at, name in enumerate(names)]
     (directory / "tokenizer.json").write_text(json.dumps(state))
-    read_tokenizer(open_checkpoint(directory), lambda stage: None)
+    tokenizer = read_tokenizer(open_checkpoint(directory))
+    assert tokenizer is not None
+    warn_of_unknown_tokens(tokenizer, vocab_size)
     assert "the tokenizer has 1 tokens that the model does not know, such as '<image>'" in caplog.text

@@ -17,6 +17,7 @@ import httpx
 import uvicorn
 
 from app.engine.scheduler.batch import Batch, SampledTokens
+from app.engine.worker import Worker
 from app.server.app import create_app
 from app.server.listeners import listen, url_of
 from app.server.prepare import prepare
@@ -26,6 +27,8 @@ from app.settings import Settings
 from app.tracing.start import start_tracer
 from synchronous_runner import AtOnce
 
+# With `on`, the tests that hold no engine run with one in a process of its own.
+WHERE = os.environ.get("ARMATURE_TEST_ENGINE_PROCESS", "off")
 PATIENCE = 60.0  # seconds; a busy machine is no failure
 
 
@@ -72,11 +75,12 @@ class LiveServer:
     def __init__(self, model: Path, **settings: Any) -> None:
         self.reins = Reins()
         self.fatal: list[BaseException] = []
-        given = Settings(model=model, port=0, threads=1, **{"precision": "fp32", **settings})
+        given = Settings(model=model, port=0, threads=1, **{"precision": "fp32", "engine_process": WHERE, **settings})
         tracer = start_tracer(given, {})
         self.find_served = ServerRuntime(prepare(given), self.fatal.append, tracer=tracer)
         worker = self.find_served.worker
-        build, worker._build = worker._build, lambda report: self.reins.take(build(report))
+        if isinstance(worker, Worker):
+            build, worker._build = worker._build, lambda report: self.reins.take(build(report))
         (listener,) = listen(given.host, given.port).sockets
         self.url = url_of(listener)
         self.server = uvicorn.Server(server_config(create_app(self.find_served.runtime()), given))

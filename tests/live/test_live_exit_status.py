@@ -28,8 +28,8 @@ BREAK_LOADING = """
 def broken(*arguments):
     raise RuntimeError("the device\\nis gone")
 import app.engine.worker
-from app.server.startup import ServerRuntime
-ServerRuntime._build = broken
+from app.server.engine_host import EngineHost
+EngineHost.build = broken
 """
 NO_THREADS = """
 import threading

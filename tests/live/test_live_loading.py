@@ -47,7 +47,7 @@ def test_a_stop_meanwhile_is_no_failure(tiny: Path, monkeypatch: pytest.MonkeyPa
     with starting(tiny) as server:
         assert begun.wait(60)
         server.server.should_exit = True
-        until(server.find_served._stopping.is_set)
+        until(server.find_served.host.stopping.is_set)
         told.set()
         until(lambda: not server.find_served.worker.alive)
         assert server.fatal == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import partial
 from itertools import pairwise
@@ -89,9 +90,9 @@ def said_by(
 
 
 def _scored(request: Generate) -> Generate:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
-    return replace(request, params=replace(request.params, logprobs=0))
+    return replace(request, params=dataclasses.replace(request.params, logprobs=0))
 
 
 def lookup() -> Speculation:

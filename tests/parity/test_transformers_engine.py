@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from app.engine.transformers import sequences
 from app.errors import CheckpointInvalid, RequestError
 from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from transformers_checkpoints import (
@@ -22,11 +23,11 @@ from transformers_checkpoints import (
 CLASSES = {
     "CodeGenForCausalLM": (True, True),  # keys and values
     "MistralForCausalLM": (True, True),  # of a window
-    "RobertaForCausalLM": (True, True),  # positions that begin after the padding token's
+    "RobertaForCausalLM": (True, False),  # positions that begin after the padding token; tokens that see the later ones
     "MambaForCausalLM": (True, False),  # states
     "JambaForCausalLM": (True, False),  # both, with experts
     "RwkvForCausalLM": (False, None),  # states in lists
-    "OpenAIGPTLMHeadModel": (False, None),  # nothing: every step computes all tokens
+    "OpenAIGPTLMHeadModel": (True, None),  # nothing: every step computes all tokens
 }
 FEW = ("MistralForCausalLM", "MambaForCausalLM")
 
@@ -64,23 +65,31 @@ def test_a_prompt_longer_than_a_step_and_a_preempted_sequence_have_the_same_text
 ) -> None:
     directory, model = written(architecture)
     engine = build_engine(directory, max_batch_tokens=64, max_running_seqs=4)
-    pool = engine.scheduler.pool
-    pool.capacity_tokens = 190  # less than what the three take at their ends
+    engine.scheduler.pool.capacity_tokens = 190  # less than what the three take at their ends
+    preempt, preempted = engine.scheduler.queues.preempt, []
+    engine.scheduler.queues.preempt = lambda: preempted.append(1) or preempt()
     prompts = [tuple(range(start, start + 100 - 40 * place)) for place, start in enumerate((5, 20, 30))]
     assert greedy_ids(engine, prompts, 20) == [generated_ids(model, prompt, 20) for prompt in prompts]
+    assert preempted
 
 
-def test_rows_of_very_different_lengths_are_not_padded_to_the_longest(written: Any) -> None:
+def test_short_rows_are_not_padded_to_the_longest(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequences, "_LEAST_LENGTH", 16)
     directory, model = written("MistralForCausalLM")
     engine = build_engine(directory)
-    engine.scheduler._limits = engine.scheduler._limits  # the plan's
-    sizes: list[int] = []
+    shapes: set[tuple[int, int]] = set()
     advance = engine.runner.steps.advance
-    engine.runner.steps.advance = lambda rows, ids: sizes.append(len(rows)) or advance(rows, ids)
-    prompts = [tuple(range(3, 253)), (5, 6), (7, 8)]
-    assert greedy_ids(engine, prompts, 5) == [generated_ids(model, prompt, 5) for prompt in prompts]
-    assert max(sizes) == 3
-    greedy_ids(engine, [tuple(range(3, 253)), (5, 6), (7, 8)], 5)
+
+    def recorded(rows: Any, token_ids: Any) -> Any:
+        logits = advance(rows, token_ids)
+        shapes.add(tuple(rows.input_ids.shape))
+        return logits
+
+    monkeypatch.setattr(engine.runner.steps, "advance", recorded)
+    prompts = [tuple(range(3, 103)), (5, 6), (7, 8, 9)]
+    assert greedy_ids(engine, prompts, 20) == [generated_ids(model, prompt, 20) for prompt in prompts]
+    assert max(length for rows, length in shapes if rows == 2) == 22, "the two short ones, from 16 tokens on too"
+    assert all(rows == 1 for rows, length in shapes if length >= 100)
 
 
 def test_choices_random_numbers_and_leaving_clients(written: Any) -> None:

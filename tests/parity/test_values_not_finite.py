@@ -5,12 +5,12 @@ finite, or by an adapter. A checkpoint that cannot compute at all is refused wit
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from app.engine.build import BuildRequest, BuiltEngine, build

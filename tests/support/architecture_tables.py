@@ -50,6 +50,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "httpx": (),
     "httptools": ("armature_bench.http.*", "api.http_protocol"),
     "llguidance": ("text.*",),
+    "msgspec": ("messages", "engine.scheduler.*", "server.channel"),
     "huggingface_hub": ("weights.hub.*",),
     "httpx2": ("weights.hub.*",),
     "matplotlib": ("armature_bench.report.*",),

@@ -12,6 +12,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from msgspec import structs
+
 from app.messages import (
     Event,
     FinishReason,
@@ -450,7 +452,7 @@ def token_events(sequence: Sequence, samples: Items[SampledTokens], now: float) 
     if stops:
         params = sequence.params
         scored = None if params.logprobs is None else _token_logprobs(samples[-1:], params.num_top_logprobs)[0]
-        events.append(replace(sequence_finished(sequence, "stop", now, last_id), stop_logprob=scored))
+        events.append(structs.replace(sequence_finished(sequence, "stop", now, last_id), stop_logprob=scored))
     elif sequence.grammar is not None and sequence.grammar.finished:
         events.append(sequence_finished(sequence, "stop", now))
     elif count >= sequence.max_length:
@@ -475,7 +477,7 @@ def choices_finished(sequence: Sequence, reason: FinishReason, now: float) -> li
     """Return the events for the end of all choices of a sequence: of a beam search, several."""
     finished = sequence_finished(sequence, reason, now)
     count = sequence.params.n if sequence.is_beam else 1
-    return [replace(finished, choice=sequence.choice + place) for place in range(count)]
+    return [structs.replace(finished, choice=sequence.choice + place) for place in range(count)]
 
 
 def sequence_timings(sequence: Sequence, now: float) -> Timings:

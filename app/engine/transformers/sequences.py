@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
+from copy import copy
 from inspect import signature
 from typing import Any
 
@@ -75,7 +76,7 @@ class Rows:
         return max(_LEAST_LENGTH, 1 << self.num_computed(row).bit_length())
 
     def select(self, rows: list[int]) -> Rows:
-        """Return some of the rows, without padding that all of them have. This object must not be used any more."""
+        """Return a copy of some of the rows, without padding that all of them have."""
         chosen = Rows([self.sequences[row] for row in rows])
         chosen.admissions = [self.admissions[row] for row in rows]
         common = min(self.padding[row] for row in rows)
@@ -86,9 +87,10 @@ class Rows:
                 chosen.kwargs[name] = _rows_of(chosen.kwargs[name], len(self))[rows, common:]
         if not any(chosen.padding):
             chosen.kwargs["attention_mask"] = None
-        if chosen.cache is not None:
-            for layer in chosen.cache.layers:
-                _select_layer(layer, rows, common)
+        for name in _CACHE_NAMES:
+            if name in self.kwargs:
+                chosen.kwargs[name] = cache = copy(self.kwargs[name])
+                cache.layers = [_select_layer(layer, rows, common) for layer in cache.layers]
         return chosen
 
 
@@ -142,7 +144,8 @@ def _join_layers(layers: Items[Any], pads: Items[int]) -> None:
                     getattr(first, states)[index] = torch.cat([getattr(layer, states)[index] for layer in layers])
 
 
-def _select_layer(layer: Any, rows: list[int], common: int) -> None:
+def _select_layer(layer: Any, rows: list[int], common: int) -> Any:
+    layer = copy(layer)
     if isinstance(layer, DynamicLayer) and layer.is_initialized:
         start = common
         if isinstance(layer, DynamicSlidingWindowLayer):
@@ -150,10 +153,10 @@ def _select_layer(layer: Any, rows: list[int], common: int) -> None:
             start = max(0, layer.keys.shape[-2] - layer.cumulative_length)
         layer.keys, layer.values = layer.keys[rows, :, start:], layer.values[rows, :, start:]
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        for states in (layer.conv_states, layer.recurrent_states):
-            for index, state in states.items():
-                if state is not None:
-                    states[index] = state[rows]
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name).items()
+            setattr(layer, name, {index: None if state is None else state[rows] for index, state in states})
+    return layer
 
 
 class GenerationSteps:

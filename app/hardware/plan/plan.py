@@ -57,6 +57,7 @@ class StepOptions(PlanPart):
     prompt_cache: Decided[str | None] = Decided(("decoder",))
     prompt_cache_bytes: Decided[int] = Decided((), "bytes")
     deterministic: Decided[bool] = Decided()
+    engine_process: Decided[bool] = Decided()
 
 
 # Why nothing is reused of a recurrent model: only the last state is kept.
@@ -77,6 +78,16 @@ class StepOptionInputs:
         return self.needs is not None and self.needs.state_bytes > 0
 
 
+def _engine_process(settings: Settings, device: str) -> Decision[bool]:
+    if settings.engine_process != "auto":
+        return Decision(settings.engine_process == "on", "Asked for.")
+    if device != "cpu":
+        return Decision(True, "A GPU's steps are shorter than what the server does for their tokens in Python.")
+    return Decision(
+        False, "The engine computes in a thread: a second process would hold its libraries and tokenizer twice."
+    )
+
+
 def decide_step_options(settings: Settings, measurements: Measurements | None, served: StepOptionInputs) -> StepOptions:
     return StepOptions(
         itl_target_seconds=_itl_target(settings, served),
@@ -91,6 +102,7 @@ def decide_step_options(settings: Settings, measurements: Measurements | None, s
         deterministic=decide_deterministic(
             settings, served.precision, served.int8_copy, served.level, served.needs is None or served.needs.generates
         ),
+        engine_process=_engine_process(settings, served.device),
     )
 
 

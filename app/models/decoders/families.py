@@ -506,7 +506,7 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
 }
 
 
-_SHORT_NAMES = [name.removesuffix("ForCausalLM") for name in DECODER_FAMILIES]
+_SHORT_NAMES = [name.removesuffix("ForCausalLM") for name in DECODER_FAMILIES][:8]
 
 
 def reason_of(architecture: str) -> str | None:
@@ -527,6 +527,7 @@ def refusal(names: Sequence[str], model_type: str) -> str:
     if known is not None:
         return f"architecture {said} is not supported: it needs {known}, which is not offered (docs/families.md)."
     return (
-        f"architecture {said} is not supported; supported are {', '.join(_SHORT_NAMES)} (docs/families.md) and the encoders of"
+        f"architecture {said} is not supported; supported are {', '.join(_SHORT_NAMES)} and"
+        f" {len(DECODER_FAMILIES) - len(_SHORT_NAMES)} others (docs/families.md) and the encoders of"
         " docs/encoders.md."
     )

@@ -83,8 +83,8 @@ def test_what_was_reported_under_a_quota_still_holds_after_many_steps() -> None:
     for step in steps:
         pace.observe(step)
     drift.update()
-    assert drift.capacity()["decode"][1] == pytest.approx(200 / machine.wall, rel=0.05)
-    assert not drift.drifted
+    assert drift.speed.capacity()["decode"][1] == pytest.approx(200 / machine.wall, rel=0.05)
+    assert not drift.speed.drifted
     assert pace.step_times is not None
     assert pace.step_times.decode_factor == pytest.approx(1.0)
 

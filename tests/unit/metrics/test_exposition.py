@@ -24,7 +24,7 @@ from app.messages import Timings
 from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo, engine_gauges, throttled_seconds
 from app.metrics.instruments import SECONDS_BUCKETS, Api, Metrics, refusal_of
 from app.metrics.power_monitor import PowerMonitor
-from app.metrics.step_monitor import StepMonitor
+from app.metrics.step_monitor import StepRecorder
 from app.metrics.steps import EngineSnapshot, StepStats
 from app.metrics.vllm_names import vllm_metrics
 from app.service.served_model import ServedDecoder
@@ -241,7 +241,7 @@ def test_a_refusal_is_the_clients_the_loads_or_the_servers(error: RequestError, 
 
 def test_what_is_not_known_is_absent(metrics: Metrics) -> None:
     Service(FakeWorker(), metrics)
-    StepMonitor(metrics)
+    StepRecorder(metrics)
     PowerMonitor(metrics, PowerMeter(), lambda: False)
     DeploymentGauges(metrics, DeploymentInfo)
     names = " ".join(samples(metrics))

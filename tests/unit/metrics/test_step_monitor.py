@@ -15,7 +15,7 @@ from app.engine.worker import Callbacks, Worker
 from app.errors import RequestError
 from app.messages import Abort, Encode, Event, Stop, Text
 from app.metrics.instruments import Metrics
-from app.metrics.step_monitor import UPDATE_SECONDS, SlowStepDetector, StepMonitor
+from app.metrics.step_monitor import UPDATE_SECONDS, SlowStepDetector, StepMonitor, StepRecorder
 from app.metrics.steps import EngineSnapshot, ExpectedSpeed, SpeedDrift, StepStats, StepTimeModel
 
 PATIENCE_SECONDS = 10.0
@@ -72,7 +72,8 @@ class Watched:
         self._fault_seconds = fault_seconds
         self.metrics = Metrics()
         self.log = self.metrics.step_log
-        self.watch = StepMonitor(self.metrics, lambda: self.now)
+        self.recorder = StepRecorder(self.metrics, lambda: self.now)
+        self.watch = StepMonitor(self.recorder.record, self.recorder.began, clock=lambda: self.now)
         self.model = StepTimeModel()
         self.done: SimpleQueue[StepStats] = SimpleQueue()
         self.was_enabled: list[bool] = []
@@ -86,7 +87,7 @@ class Watched:
         """Causes of the steps, in order; twenty that do nothing come first."""
         every = [*(20 * [lambda: None]), *deeds]
         engine, wanted = Deeds(every, self.model), len(every)
-        callbacks = Callbacks(lambda events: None, lambda error: None, lambda stats, snapshot: self.done.put(stats))
+        callbacks = Callbacks(self._note_step, lambda error: None)
         worker = Worker(lambda report: self._settled(engine), self.watch)
         worker.put(Encode("all", (Text((1,)),), ("embedding",), 0.0))
         worker.start(callbacks)
@@ -97,6 +98,10 @@ class Watched:
         assert not worker.alive
         told: list[str] = self.log.since(0)["steps"]["cause"][20:]
         return told
+
+    def _note_step(self, events: list[Event], snapshot: EngineSnapshot, stats: StepStats | None) -> None:
+        if stats is not None:
+            self.done.put(stats)
 
     def _settled(self, engine: Deeds) -> Deeds:
         if self._fault_seconds is not None:
@@ -115,7 +120,8 @@ def watched() -> Iterator[Watched]:
 
 def test_steps_are_counted_by_path() -> None:
     metrics = Metrics()
-    monitor = StepMonitor(metrics)
+    recorder = StepRecorder(metrics)
+    monitor = StepMonitor(recorder.record, recorder.began)
     try:
         for is_native in (False, True, True):
             monitor.begin()
@@ -124,7 +130,7 @@ def test_steps_are_counted_by_path() -> None:
         monitor.idle()
     (family,) = [one for one in parse_text(metrics.render()[0].decode()) if one.name == "armature_engine_steps"]
     counted = {sample.labels["path"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
-    assert counted == monitor.steps_json() == {"native": 2, "interpreter": 1}
+    assert counted == recorder.steps_json() == {"native": 2, "interpreter": 1}
 
 
 def touch() -> None:
@@ -136,20 +142,20 @@ def touch() -> None:
 
 
 def test_the_age_of_a_step_is_reported_while_it_is_under_way_also_after_one_that_failed(watched: Watched) -> None:
-    watch = watched.watch
-    assert watch.step_age_seconds() == 0.0
+    watch, watched.now = watched.watch, 1.0
+    assert watched.recorder.step_age_seconds() == 0.0
     watch.begin()
     watched.now += 2.5
-    assert watch.step_age_seconds() == 2.5
+    assert watched.recorder.step_age_seconds() == 2.5
     watch.begin()  # the one before raised, so it had no end
-    assert watch.step_age_seconds() == 0.0
+    assert watched.recorder.step_age_seconds() == 0.0
     watched.now += 1.0
     watch.idle()
-    assert watch.step_age_seconds() == 0.0
+    assert watched.recorder.step_age_seconds() == 0.0
     watch.begin()
     watched.now += 1.0
     watch.end(StepStats(1.0))
-    assert watch.step_age_seconds() == 0.0
+    assert watched.recorder.step_age_seconds() == 0.0
     watch.close()
 
 

@@ -48,12 +48,12 @@ def test_what_is_estimated_is_measured_while_idle(tmp_path: Path, monkeypatch: p
     prepared = with_kept_calibration(probe(), settings, open_model(settings.checkpoint_directory))
     runtime = ServerRuntime(prepared, lambda error: None)
     with torch.inference_mode():
-        engine = runtime._build(lambda stage: None)
+        engine = runtime.host.build(lambda stage: None)
         assert runtime._info()["plan"]["speed_source"]["value"] == "estimated"
         assert b"armature_speed_estimated 1.0" in runtime.metrics.render()[0]
         estimated = runtime._info()["speed"]["capacity_tokens_per_second"]
-        assert runtime._use_idle_time(engine, lambda: True), "a command waits: later"
-        assert not runtime._use_idle_time(engine, lambda: False)
+        assert runtime.host.use_idle_time(engine, lambda: True), "a command waits: later"
+        assert not runtime.host.use_idle_time(engine, lambda: False)
     info = runtime._info()
     assert info["plan"]["speed_source"]["value"] == "measured" and not info["speed"]["estimated"]
     kind = "decode" if phase == "decode" else "encode"
@@ -61,7 +61,7 @@ def test_what_is_estimated_is_measured_while_idle(tmp_path: Path, monkeypatch: p
     assert b"armature_speed_estimated 0.0" in runtime.metrics.render()[0]
     (kept,) = (tmp_path / "calibration").glob("*.json")
     assert json.loads(kept.read_text())["measurements"]["is_partial"]
-    assert not runtime._use_idle_time(engine, lambda: False), "there is nothing left to do"
+    assert not runtime.host.use_idle_time(engine, lambda: False), "there is nothing left to do"
 
 
 @pytest.mark.usefixtures("_threads_as_before")
@@ -69,4 +69,4 @@ def test_nothing_is_measured_unasked(tmp_path: Path) -> None:
     settings = Settings(model=DEMO_DIRECTORY, cache_dir=tmp_path, calibrate="off", threads=1)
     prepared = with_kept_calibration(probe(), settings, open_model(settings.checkpoint_directory))
     runtime = ServerRuntime(prepared, lambda error: None)
-    assert not runtime._use_idle_time(object(), lambda: False)  # type: ignore[arg-type]
+    assert not runtime.host.use_idle_time(object(), lambda: False)  # type: ignore[arg-type]

@@ -94,6 +94,14 @@ class BlockedHandler(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+def test_lines_of_an_engines_process_name_its_model_and_keep_their_traceback() -> None:
+    told = logging.LogRecord("app", logging.ERROR, "", 0, "a step failed", None, None)
+    told.model, told.exc_text = "chat", "Traceback ...\nValueError: no"
+    assert TextFormatter(Console(file=io.StringIO())).format(told).endswith("chat: a step failed\n" + told.exc_text)
+    line = json.loads(JsonFormatter().format(told))
+    assert (line["model"], line["exception"]) == ("chat", told.exc_text)
+
+
 def test_without_a_reader_lines_of_requests_are_dropped(
     root_log: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,11 @@ import pytest
 from app.engine.calibration.cache import Calibration
 from app.errors import PrecisionTooCostly
 from app.hardware.decision import Measurements, TrialTimes
+from app.server.engine_host import EngineHost
 from app.server.prepare import Prepared, QualityNotes, with_kept_calibration
-from app.server.startup import ServerRuntime
 from app.settings import DEMO_DIRECTORY, Settings
 from app.weights.checkpoint import open_checkpoint
+from engine_surroundings import quiet_surroundings
 from planned_machines import machine
 
 
@@ -51,13 +52,13 @@ def test_auto_leaves_a_precision_that_costs_too_much(tmp_path: Path, cost: float
     again = first.with_quality_cost(cost)
     assert again.plan.weights.precision == chosen
     assert f"raises perplexity by {100 * cost:.1f}%" in again.plan.decisions["precision"].reason
-    runtime = ServerRuntime(first, lambda error: None)
+    host = EngineHost(first, quiet_surroundings())
     if chosen == "int8":
-        runtime._take_quality_cost(cost)
+        host.take_quality_cost(cost)
     else:
         with pytest.raises(PrecisionTooCostly, match=r"int8: it raises perplexity by 5\.0%"):
-            runtime._take_quality_cost(cost)
-    assert runtime._prepared.plan.weights.precision == chosen
+            host.take_quality_cost(cost)
+    assert host.prepared.plan.weights.precision == chosen
 
 
 def test_a_damaged_note_counts_as_none(tmp_path: Path) -> None:

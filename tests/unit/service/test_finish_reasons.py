@@ -16,6 +16,8 @@ from app.messages import Abort, Command, Event, Generate, RequestFailed, TokensR
 from app.service.requests import Accepted, ChoiceFinished, StreamEvent, TextDelta
 from fake_worker import LIMITS, Client, finished, request, serving, tokenizer, tokens
 
+SLOW = {"bad_words": ("lion",)}  # such a request is read by a thread
+
 
 def ends(pieces: list[StreamEvent]) -> list[tuple[int, str, object]]:
     return [(piece.choice, piece.reason, piece.matched_stop) for piece in pieces if isinstance(piece, ChoiceFinished)]
@@ -67,8 +69,8 @@ async def test_held_back_text_comes_out_at_the_end() -> None:
 
 async def test_out_of_time_with_nothing_is_an_error() -> None:
     async with serving() as (service, worker, clock):
-        client = Client(service, request())
-        await asyncio.sleep(0)  # one turn of the loop: the request has arrived, its prompt is being read
+        client = Client(service, request(params=SLOW))
+        await asyncio.sleep(0)  # one turn of the loop: the request has arrived, its words are read in a thread
         clock.seconds += LIMITS.request_timeout_seconds
         with pytest.raises(RequestTimeout, match="before its first token"):
             await client.over()
@@ -81,7 +83,7 @@ async def test_out_of_time_with_something_is_an_answer() -> None:
         worker.send_error = lambda command: (
             service.on_events(tokens(command.request_id, "x hello")) if isinstance(command, Generate) else None
         )
-        client = Client(service, request(params={"stop": ("hello!",), "n": 2}))
+        client = Client(service, request(params={"stop": ("hello!",), "n": 2} | SLOW))
         await asyncio.sleep(0)
         clock.seconds += LIMITS.request_timeout_seconds
         assert ends(await client.over()) == [(0, "timeout", None), (1, "timeout", None)]
@@ -91,7 +93,7 @@ async def test_out_of_time_with_something_is_an_answer() -> None:
 
 async def test_out_of_time_frees_engine_and_place_though_nobody_reads() -> None:
     async with serving() as (service, worker, clock):
-        async with aclosing(service.generate(request())) as pieces:
+        async with aclosing(service.generate(request(params=SLOW))) as pieces:
             first = asyncio.ensure_future(anext(pieces))
             await asyncio.sleep(0)
             clock.seconds += LIMITS.request_timeout_seconds
@@ -126,7 +128,7 @@ async def test_out_of_time_while_the_prompt_is_read() -> None:
     async with serving(replace(LIMITS, request_timeout_seconds=0.001)) as (service, worker, _):
         service.serve(replace(service.model, tokenizer=Slow()))  # type: ignore[arg-type]
         with pytest.raises(RequestTimeout, match="Reading the prompt"):
-            await Client(service, request()).over()
+            await Client(service, request(params=SLOW)).over()
         release.set()
         assert (worker.commands, service.num_open) == ([], 0)
 
@@ -156,7 +158,7 @@ async def test_a_client_that_leaves_between_two_pieces() -> None:
 
 async def test_a_client_that_leaves_while_its_prompt_is_read() -> None:
     async with serving() as (service, worker, _):
-        client = Client(service, request())
+        client = Client(service, request(params=SLOW))
         await asyncio.sleep(0)  # one turn of the loop: the task has begun, the pool has not answered
         assert service.num_open == 1
         client.task.cancel()
@@ -183,7 +185,7 @@ async def test_when_the_worker_dies_all_requests_are_notified() -> None:
         orders = await worker.orders(3)
         service.on_events(tokens(orders[0].request_id, "some"))
         worker.alive, worker.state = False, "failed"
-        service.on_worker_exit()
+        service.on_worker_exit(StepFailed("The engine has stopped."))
         for client in clients:
             with pytest.raises(StepFailed, match="engine has stopped"):
                 await client.over()
@@ -221,7 +223,7 @@ async def test_words_after_the_loop_has_ended_are_lost_without_harm() -> None:
         kept: list = []
         asyncio.run(serve_once())
         kept[0].on_events(tokens("r", "late"))
-        kept[0].on_worker_exit()
+        kept[0].on_worker_exit(StepFailed("The engine has stopped."))
 
     await asyncio.to_thread(in_its_own_loop)
 
@@ -251,7 +253,7 @@ async def _play(script: list[tuple[str, int, str]], n: int) -> None:
             if what == "leave":
                 client.task.cancel()
             elif what == "die":
-                service.on_worker_exit()
+                service.on_worker_exit(StepFailed("The engine has stopped."))
             elif what == "fail":
                 service.on_events([RequestFailed(name, StepFailed("no"))])
             elif choice < n:

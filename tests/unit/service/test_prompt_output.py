@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from app.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from app.messages import PromptScored, TokenLogprob, TokenScore, TokensReady
@@ -35,7 +36,7 @@ async def test_the_prompt_comes_once_all_of_it_is_scored_before_each_choice() ->
         own = (TokenLogprob(5, -1.0),)
         service.on_events([TokensReady(name, choice, (5,), own) for choice in (0, 1)])
         stop = finished(name, num_tokens=2, stop_token_id=2, stop_logprob=TokenLogprob(2, -3.0))
-        service.on_events([stop, replace(stop, choice=1)])
+        service.on_events([stop, structs.replace(stop, choice=1)])
         pieces = await client.over()
     shown = [piece for piece in pieces if isinstance(piece, TextDelta) and piece.prompt]
     assert [(piece.choice, piece.text) for piece in shown] == [(choice, "the fox said hello") for choice in (0, 1)]

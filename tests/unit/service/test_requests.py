@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from app.errors import (
     ContextLengthExceeded,
@@ -135,7 +136,7 @@ async def test_choices_come_as_they_grow_and_usage_adds_up() -> None:
         return [
             *one[:2],
             *two,
-            replace(finished(name, "length", 2, choice=1), timings=late),
+            structs.replace(finished(name, "length", 2, choice=1), timings=late),
             *one[2:],
             finished(name, "length", 3),
         ]
