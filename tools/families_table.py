@@ -28,19 +28,16 @@ A plan counts what a token takes in the cache of keys and values. Two kinds of l
 expect:
 
 - **Multi-head latent attention** (DeepSeek-V2 and V3, GLM 4.7 Flash, MiniCPM3, Youtu): the keys and values of all heads
-  are computed and cached, values padded to the size of keys, not the short row from which they come. So attention is
-  the same operation as in other models. In BF16 a token of DeepSeek-V2-Lite takes 324 KiB (27 layers, 16 heads of 192),
-  and its short rows would take 30 KiB.
-- **Short convolutions** (LFM2, also with experts): the inputs of the convolutions are cached like keys and values, a
-  row for each token, though a convolution of three positions reads three rows. So shared prefixes, the prompt cache,
-  preemption and speculation are exact. All rows have the size of the largest: in BF16 a token of LFM2-1.2B takes 64 KiB
-  (16 layers of 2,048 elements).
+  are cached, values padded to the size of keys: 324 KiB a token of DeepSeek-V2-Lite in BF16; its short rows take 30 KiB.
+- **Short convolutions** (LFM2, also with experts): their inputs are cached like keys and values, a row for each token, so
+  that prefixes, preemption and speculation are exact: 64 KiB a token of LFM2-1.2B in BF16.
 
-**Gemma 3n** takes less: its last layers read the keys and values of an earlier layer, which are stored once. In BF16 a
-token of E2B takes 40 KiB (20 of 30 layers, 2 heads of 256), one of E4B the same (20 of 35 layers). Every layer also reads
-a row of its own for each token. These rows are one table, which stays as the file has it, mapped, as the embedding of
-tokens does: 262,144 rows of 7,680 elements in E2B, 3.75 GiB of its 8.3 in BF16, of which a step reads 15 KiB a token. A
-plan counts the whole table.
+**Gemma 3n** takes less: its last layers read the keys and values of an earlier layer (40 KiB a token in BF16). Each layer
+also reads a row for each token from a table that stays mapped (3.75 of the 8.3 GiB of E2B). A plan counts all of it.
+
+**A recurrent state** (Qwen3-Next, Qwen 3.5, Granite 4, Nemotron-H, Bamba, Mamba-2) has one size for any length, in FP32:
+19 MiB for a sequence of Qwen3.5-0.8B. It cannot go back, so no prefix is reused, and speculation and the prompt cache are
+off with such a model. They are computed on processors only.
 
 **Gemma 4** has such a table in E2B and E4B. Its layers of full attention have larger heads than those with a window, and a
 row of the cache has room for the larger of both: 512 elements of keys in E2B, of which layers with a window use 256.

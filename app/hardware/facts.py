@@ -247,7 +247,8 @@ class Needs:
     own memory, where they differ. `layer_weights` are the weights of the linear layers, without the output layer, by
     the number of inputs. `stored_quantization` is the type of most quantized weights in a file, such as Q4_1, and
     `codes_precision` the precision in which they keep their codes. `int8_copy_bytes` are added if 4-bit layers also
-    have an 8-bit copy. `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder; the layers are
+    have an 8-bit copy. `state_bytes` are a sequence's recurrent states (0: none).
+    `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder; the layers are
     the `num_kv_layers` with keys and values (0: all). `rows_vary`: the cost of a program's row depends on sizes that
     each request chooses. `operations_per_token` is two times the multiply-adds of one token or row, without an output
     layer (0: two for each parameter). Of `table_bytes` a step reads only some rows. `quality_costs` are the relative
@@ -271,6 +272,7 @@ class Needs:
     int8_copy_bytes: int = 0
     num_kv_heads: int = 0
     num_kv_layers: int = 0
+    state_bytes: int = 0
     rows_vary: bool = False
     operations_per_token: float = 0.0
     table_bytes: int = 0

@@ -47,7 +47,8 @@ _TRAINING = (
     " attn_dropout layerdrop mlp_dropout classifier_dropout classifier_dropout_prob summary_first_dropout qa_dropout seq_classif_dropout"
     " output_router_logits router_aux_loss_coef router_z_loss_coef aux_loss_alpha seq_aux input_jitter_noise"
     " router_jitter_noise use_auxfree sparse_prediction sparse_pred_ignore_index repad_logits_with_grad altup_coef_clip"
-    " mtp_loss_scaling_factor activation_dropout gradient_checkpointing"
+    " mtp_loss_scaling_factor activation_dropout gradient_checkpointing z_loss_coefficient time_step_rank time_step_min"
+    " time_step_max time_step_floor"
 )
 # What other implementations compute with, and what they return. `pretraining_tp` splits sums, `slow_but_exact` and
 # `reorder_and_upcast_attn` order them otherwise; `qk_head_dim` is a sum of two others.
@@ -59,7 +60,8 @@ _IMPLEMENTATION = (
     " learned_pos_emb use_flash_rotary tie_encoder_decoder pruned_heads is_decoder"
     " max_cache_len cache_implementation enable_moe_fp32_combine attention_softmax_in_fp32"
     " scale_attention_softmax_in_fp32 n_ctx projector_hidden_act vision_feature_layer multimodal_projector_bias"
-    " spatial_merge_size"
+    " spatial_merge_size num_logits_to_keep mamba_chunk_size chunk_size mamba_ssm_dtype mamba_ssm_cache_dtype"
+    " use_mamba_kernels residual_in_fp32"
 )
 # Tokens, which the tokenizer's files and generation_config.json decide; eos_token_id is read with these.
 _TOKENS = (
@@ -77,7 +79,8 @@ _TOKENS = (
 _TENSORS = "tie_word_embeddings attention_bias mlp_bias use_bias"
 # Heads and layers that are not served: those that predict further tokens, answers or sums of a text.
 _HEADS = (
-    "num_nextn_predict_layers num_mtp_layers mtp_layer_types mtp_mlp_layer_types summary_type summary_use_proj"
+    "num_nextn_predict_layers num_mtp_layers mtp_layer_types mtp_mlp_layer_types mtp_num_hidden_layers"
+    " mtp_use_dedicated_embeddings summary_type summary_use_proj"
     " summary_activation summary_proj_to_labels summary_last_dropout decoder_bias classifier_bias classifier_pooling"
     " classifier_activation sinusoidal_pos_embds matryoshka_dimensions lora_adaptations lora_rank lora_dropout_p"
     " lora_alpha lora_main_params_trainable load_trained_adapters emb_pooler truncate_dim task_instructions"

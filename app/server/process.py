@@ -282,8 +282,9 @@ def _memory(prepared: Prepared) -> str:
     weights = f"{format_bytes(plan.memory.weight_bytes)} of weights"
     if not needs.generates:
         return weights
+    states = f" and {format_bytes(plan.memory.state_bytes)} of recurrent states" if plan.memory.state_bytes else ""
     return (
-        f"{weights}, {format_bytes(plan.memory.kv_cache_bytes)} of KV cache for "
+        f"{weights}, {format_bytes(plan.memory.kv_cache_bytes)} of KV cache{states} for "
         f"{format_count(plan.memory.max_running_seqs, 'sequence')} at a time, of up to {plan.memory.max_model_len:,} tokens"
     )
 

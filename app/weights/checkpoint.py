@@ -144,6 +144,7 @@ class Checkpoint:
             stored_dtype=self.stored_dtype,
             num_kv_heads=kv_heads,
             num_kv_layers=config.cache_layers if isinstance(config, ModelConfig) else 0,
+            state_bytes=4 * sum(config.state_sizes) if isinstance(config, ModelConfig) else 0,
             int8_copy_bytes=int8_copy_bytes(config),
             device_bytes_by_precision=device_bytes,
             operations_per_token=2.0 * products,

@@ -6,11 +6,12 @@ A model does not know slots, caches or devices.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs
 from armature_kernels.elementwise.activations import TopLogitsRequest
 
 
@@ -60,6 +61,15 @@ class Attend(Protocol):
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         """Return [tokens, num_heads * head_dim] in the dtype of the product in `heads`, which may be overwritten."""
+        ...
+
+
+@runtime_checkable
+class AttendWithStates(Attend, Protocol):
+    """An `Attend` that also keeps a recurrent state for each sequence and layer."""
+
+    def recur(self, layer: int, inputs: RecurrentInputs, recurrence: Recurrence) -> Tensor:
+        """Return the result fp32 [tokens, heads * value_size] of a layer, counted among those with a state."""
         ...
 
 

@@ -60,6 +60,7 @@ DEFINE(linear_bf16)
 #include "layer_norm.h"
 #include "pool.h"
 #include "quantize.h"
+#include "recur.h"
 #include "round_int4.h"
 #include "route.h"
 #include "rowwise.h"
@@ -116,6 +117,9 @@ const level LEVEL = {
             [OP_CONVOLVED_ROWS] = convolved_rows,
             [OP_ALTUP] = altup,
             [OP_MATCH] = match,
+            [OP_RECUR_INPUTS] = recur_inputs,
+            [OP_RECUR] = recur,
+            [OP_GATED_NORM] = gated_norm,
 #if BF16_PRODUCT
             [OP_LINEAR_BF16] = KERNEL(linear_bf16),
 #endif

@@ -67,7 +67,10 @@ typedef struct {
     row(CONVOLVE, convolve)                   /* a short convolution over cached rows, times gates */ \
     row(CONVOLVED_ROWS, convolved_rows)       /* what a short convolution multiplies and caches */ \
     row(ALTUP, altup)                         /* the streams of a row before a layer, or after it */ \
-    row(MATCH, match)                         /* rows times a factor that gives them the rms of other rows */
+    row(MATCH, match)                         /* rows times a factor that gives them the rms of other rows */ \
+    row(RECUR_INPUTS, recur_inputs)           /* a short convolution with a state, and what decays and is added */ \
+    row(RECUR, recur)                         /* the gated delta rule or Mamba-2, over the states of a step's sequences */ \
+    row(GATED_NORM, gated_norm)               /* norm(x) * act(gate), then bf16 or quantized */
 
 #define OPERATION_CODE(NAME, name) OP_##NAME,
 enum { EACH_OPERATION(OPERATION_CODE) OP_COUNT };
@@ -502,6 +505,60 @@ typedef struct {
     const float *filters;
     int64_t query_stride, out_stride, heads, head_dim, width, wide;
 } convolve_arguments;
+
+/* Recurrent states
+ *   A sequence has one slot with a state for each layer: the last width - 1 inputs of the convolution [width - 1, channels], and
+ *   for each head and each STATE_COLUMNS elements of its values (the last padded) [key_size, STATE_COLUMNS], all fp32. */
+#define STATE_COLUMNS 32
+#define MOST_WIDTH 8
+
+/* Rows [first, first + num_tokens) of the batch continue the state of a slot; from position 0 it is zero. */
+typedef struct {
+    int64_t first, num_tokens, start, slot;
+} state_run;
+
+/* A step's batch for recurrent layers, the same for all of them; it is read when the operation runs. */
+typedef struct {
+    int64_t num_runs;
+    state_run runs[];
+} state_step;
+
+/* out [tokens, channels] fp32 = silu(bias + the sum over i < width of filters[i] * x of position p - width + 1 + i), x being bf16
+ * or, if `wide`, fp32 with a stride between tokens in elements; filters [width, channels] fp32, bias [channels] or NULL. And
+ * scales [tokens, 2, heads]: with step = softplus(step_scale * steps + step_bias), at least `least` and at most `most`, the
+ * decay e^(-rates * step), and sigmoid(betas) if given, else the step. steps and betas [tokens, heads] have a stride and are
+ * bf16 or, if `wide_steps`, fp32. `states`: the layer's convolution in slot 0, slots are slot_stride floats apart. */
+typedef struct {
+    const void *x, *steps, *betas;
+    const state_step *step;
+    float *out, *scales, *states;
+    const float *filters, *bias, *rates, *step_bias;
+    int64_t x_stride, step_stride, slot_stride, channels, heads, width, wide, wide_steps;
+    double least, most, step_scale;
+} recur_inputs_arguments;
+
+/* out [tokens, heads, value_size] fp32 from x [tokens, channels] and scales of OP_RECUR_INPUTS. `query`, `key` and `value` are the
+ * first channels of each; head h has the query and the key h / (heads / key_heads), of key_size elements. With the state S
+ * of a head, its decay d and its factor f: S = d S + key (f value), out = query S + skips value, or with `delta`, keys and queries
+ * being divided by their lengths and queries also by sqrt(key_size): S = d S + key (f (value - key d S)), out = query S. */
+typedef struct {
+    const float *x, *scales, *skips;
+    const state_step *step;
+    float *out, *states;
+    int64_t slot_stride, channels, query, key, value, heads, key_heads, key_size, value_size, delta;
+} recur_arguments;
+
+/* out [rows, size] = x times act(gate_scale * gate), silu or, if `sigmoid`, a sigmoid. With `group`, each so many elements are
+ * first divided by their rms, or if `gate_first` the result is; then element i is multiplied by weight[i % weights], where `weights`
+ * is a multiple of `group`. Without `group` there is no norm, and `weight` may be NULL or have `size` elements. x and gate are
+ * bf16 or, if `wide` and `wide_gate`, fp32; row strides in elements. */
+typedef struct {
+    const void *x, *gate;
+    const float *weight;
+    int64_t x_stride, gate_stride, rows, size, group, weights, gate_first, sigmoid, wide, wide_gate;
+    double eps, gate_scale;
+    sink out;
+} gated_norm_arguments;
 
 #include "lanes.h"
 

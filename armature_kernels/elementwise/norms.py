@@ -8,6 +8,7 @@ reference implementation, whose name ends in `_torch`. Results are equal within 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from armature_kernels.native.arguments import (
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
     GateArguments,
+    GatedNormArguments,
     GatherArguments,
     LayerNormArguments,
     NormArguments,
@@ -151,6 +153,51 @@ def gate_torch(gate_up: Tensor, activation: str, deviations: float | None = None
         bounded = first.clamp(max=SWIGLU_LIMIT)
         return bounded * (bounded * SWIGLU_ALPHA).sigmoid() * (second.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1)
     return ACTIVATIONS[activation](first).mul_(second)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNorm:
+    """x * act(gate_scale * gate), `silu` or `sigmoid`, with an RMSNorm of each `group` elements of x; 0: without a norm.
+
+    `weight` fp32, a multiple of a group, is repeated over a row. `gate_first`: the product is normalized.
+    """
+
+    activation: str = "silu"
+    group: int = 0
+    weight: Tensor | None = None
+    eps: float = 0.0
+    gate_first: bool = False
+    gate_scale: float = 1.0
+
+
+def gated_norm(
+    x: Tensor, gates: Tensor, norm: GatedNorm, dtype: torch.dtype, group: RowGroups | None = None
+) -> Activations:
+    """Return x times gates, both [tokens, size], in `dtype`, or quantized if `group` is given."""
+    plain = all(one.dtype in ROW_DTYPES and one.stride(1) == 1 and one.device.type == "cpu" for one in (x, gates))
+    if not (plain and dtype in ROW_DTYPES and has_kernel(OpCode.GATED_NORM)):
+        return _quantize_if(gated_norm_torch(x, gates, norm).to(dtype), group)
+    rows, size = x.shape
+    out, sink = allocate_output(rows, size, group, dtype)
+    addresses = (x.data_ptr(), gates.data_ptr(), None if norm.weight is None else norm.weight.data_ptr())
+    sizes = (x.stride(0), gates.stride(0), rows, size, norm.group, size if norm.weight is None else len(norm.weight))
+    wide = (x.dtype == torch.float32, gates.dtype == torch.float32)
+    options = (norm.gate_first, norm.activation == "sigmoid", *wide, norm.eps, norm.gate_scale)
+    run_operation(GatedNormArguments(*addresses, *sizes, *options, sink), rows * size)
+    return out
+
+
+def gated_norm_torch(x: Tensor, gates: Tensor, norm: GatedNorm) -> Tensor:
+    """Compute `gated_norm` in fp32 by torch."""
+    scaled, wide = gates.float() * norm.gate_scale, x.float()
+    gate = scaled.sigmoid() if norm.activation == "sigmoid" else F.silu(scaled)
+    if norm.gate_first:
+        wide = wide * gate
+    if norm.group:
+        wide = F.rms_norm(wide.view(len(wide), -1, norm.group), (norm.group,), None, norm.eps).flatten(1)
+    if norm.weight is not None:
+        wide = wide * norm.weight.repeat(wide.shape[-1] // len(norm.weight))
+    return wide if norm.gate_first else wide * gate
 
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:

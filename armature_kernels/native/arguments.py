@@ -43,6 +43,9 @@ class OpCode(IntEnum):
     CONVOLVED_ROWS = 24
     ALTUP = 25
     MATCH = 26
+    RECUR_INPUTS = 27
+    RECUR = 28
+    GATED_NORM = 29
 
 
 class ProductOutput(IntEnum):
@@ -432,6 +435,43 @@ class MatchArguments(Arguments):
         *((name, _ADDRESS) for name in ("x", "like", "out")),
         *((name, _INT) for name in ("stride", "like_stride", "out_stride", "rows", "size", "wide", "add")),
         ("floor", _FLOAT),
+    )
+
+
+class RecurInputsArguments(Arguments):
+    """Arguments of the short convolution before a recurrence, and of its decays and factors."""
+
+    code = OpCode.RECUR_INPUTS
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "steps", "betas", "step", "out", "scales", "states")),
+        *((name, _ADDRESS) for name in ("filters", "bias", "rates", "step_bias")),
+        *((name, _INT) for name in ("x_stride", "step_stride", "slot_stride", "channels", "heads", "width")),
+        *((name, _INT) for name in ("wide", "wide_steps")),
+        *((name, _FLOAT) for name in ("least", "most", "step_scale")),
+    )
+
+
+class RecurArguments(Arguments):
+    """Arguments of the gated delta rule and of Mamba-2."""
+
+    code = OpCode.RECUR
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "scales", "skips", "step", "out", "states")),
+        *((name, _INT) for name in ("slot_stride", "channels", "query", "key", "value", "heads", "key_heads")),
+        *((name, _INT) for name in ("key_size", "value_size", "delta")),
+    )
+
+
+class GatedNormArguments(Arguments):
+    """Arguments of a norm times a gate."""
+
+    code = OpCode.GATED_NORM
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "gate", "weight")),
+        *((name, _INT) for name in ("x_stride", "gate_stride", "rows", "size", "group", "weights")),
+        *((name, _INT) for name in ("gate_first", "sigmoid", "wide", "wide_gate")),
+        *((name, _FLOAT) for name in ("eps", "gate_scale")),
+        ("out", RowSink),
     )
 
 

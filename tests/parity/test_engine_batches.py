@@ -13,12 +13,12 @@ from torch import Tensor
 
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
-from app.engine.decoder.kv_cache import KvCache, KvShape
+from app.engine.decoder.kv_cache import KvCache, KvShape, kv_shape_of
 from app.engine.scheduler.batch import Batch, KvCopy, LogitRow, SampledTokens, ScheduledSpan, Sequence
 from app.messages import SamplingParams
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
-from tiny_checkpoints import ARCHITECTURES, OTHERS, write_checkpoint
+from tiny_checkpoints import ARCHITECTURES, OTHERS, RECURRENT, write_checkpoint
 
 LENGTHS = (37, 5, 21, 1, 60, 12)
 MAX_LEN = 128
@@ -43,7 +43,7 @@ class Bench:
     def __init__(self, directory: Path) -> None:
         self.model = load(directory, max_model_len=MAX_LEN)
         config = self.model.config
-        shape = KvShape(config.cache_layers, 12, MAX_LEN, config.cache_heads, config.cache_head_dim)
+        shape = kv_shape_of(config, 12, MAX_LEN)
         self.calibration_file = KeepLogits()
         self.runner = CpuDecoderRunner(
             self.model, KvCache(shape, torch.float32), CpuBackend(torch.float32), self.calibration_file
@@ -77,7 +77,7 @@ def close(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result, expected, atol=1e-4, rtol=0.0)
 
 
-@pytest.fixture(params=(*ARCHITECTURES, *OTHERS))
+@pytest.fixture(params=(*ARCHITECTURES, *OTHERS, *RECURRENT))
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
     return Bench(write_checkpoint(tmp_path, request.param, seed=5))
 
@@ -116,6 +116,8 @@ def test_decoding_beside_a_prefill_equals_the_whole_text(bench: Bench) -> None:
 @pytest.mark.parametrize("shared", [1, 6, 30])
 def test_a_shared_prefix_equals_an_unshared_one(bench: Bench, shared: int) -> None:
     """Two tails lean on the first tokens of another slot: prefilled in a chunk and token by token, both beside the owner's decode."""
+    if bench.model.config.state_sizes:
+        pytest.skip("a recurrent state has no prefix")
     owner = bench.prompts[4]
     tails = [owner[:shared] + bench.prompts[0], owner[:shared] + bench.prompts[2]]
     bench.run(part(owner[:50], 0, 50, 3))
@@ -136,6 +138,8 @@ def test_a_fork_goes_on_from_its_copy_and_the_source_may_be_released(bench: Benc
     prompt, tail = bench.prompts[0], bench.prompts[2]
     bench.run(part(prompt, 0, len(prompt), 0))
     parent = prompt + tail[:8]
+    if bench.model.config.state_sizes:  # the parent is itself a fork, and its child too
+        bench.run(copies=(KvCopy(0, 1, len(prompt), len(prompt)),))
     bench.run(part(parent, len(prompt), len(parent), 1, (0, len(prompt))))
     child = parent + tail[8:10]
     fork = KvCopy(1, 2, len(prompt), len(parent))
@@ -155,6 +159,20 @@ def test_a_recomputed_sequence_equals_one_that_was_never_preempted(bench: Bench)
     bench.run(part(text[:40], 0, 11, 8))
     close(bench.run(part(text[:40], 11, 40, 8))[0], bench.plain(text[:40])[-1])
     close(bench.run(part([*other, 9], len(other), len(other) + 1, 5))[0], bench.plain([*other, 9])[-1])
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_a_prompt_cut_anywhere_says_what_it_says_whole(architecture: str, tmp_path: Path) -> None:
+    """In a slot in which another sequence has left its state, beside one that decodes."""
+    bench = Bench(write_checkpoint(tmp_path, architecture, seed=7))
+    prompt, other = bench.prompts[0][:13], bench.prompts[4]
+    expected, beside = bench.plain(prompt)[-1], bench.plain(other)
+    bench.run(part(other[:20], 0, 20, 2))
+    for cut in range(1, len(prompt)):
+        bench.run(part(prompt, 0, cut, 4))
+        decoded, found = bench.run(part(other[: 20 + cut], 19 + cut, 20 + cut, 2), part(prompt, cut, len(prompt), 4))
+        close(found, expected)
+        close(decoded, beside[19 + cut])
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:

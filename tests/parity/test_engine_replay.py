@@ -11,7 +11,7 @@ import torch
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import RECORD_AFTER_STEPS, CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine
-from app.engine.decoder.kv_cache import KvCache, KvShape
+from app.engine.decoder.kv_cache import KvCache, KvShape, kv_shape_of
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
@@ -22,7 +22,7 @@ from armature_kernels.native.arguments import OpCode
 from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from native_levels import at_level, levels
-from tiny_checkpoints import OTHERS, write_checkpoint
+from tiny_checkpoints import OTHERS, RECURRENT, write_checkpoint
 
 MAX_LEN, SLOTS = 160, 12
 RECORDABLE = [
@@ -61,12 +61,17 @@ def served(
 ) -> tuple[dict[str, list[int]], DecoderReplay]:
     """What every request was told, of a run in which requests join, share a prefix, draw, fork, leave early and end."""
     config: Any = model.config
-    cache = KvCache(KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), kv)
+    cache = KvCache(kv_shape_of(config, SLOTS, MAX_LEN), kv)
     replay = DecoderReplay(cast(Decoder, model), "" if enabled else "for this test", record_after=0)
     backend = CpuBackend(torch.float32 if kv == torch.float32 else torch.bfloat16)
     runner = CpuDecoderRunner(replay, cache, backend, Sampler(config.vocab_size))
     engine = DecoderEngine(
-        Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24), {1}),
+        Scheduler(
+            KvSlots(SLOTS, SLOTS * MAX_LEN, has_states=bool(config.state_sizes)),
+            PrefillBudget(24),
+            EngineLimits(MAX_LEN, SLOTS // 2, 24),
+            {1},
+        ),
         runner,
     )
     said: dict[str, list[int]] = {}
@@ -84,7 +89,7 @@ def served(
             length = 12 + 3 * number if number % 3 else 40
             params = SamplingParams(max_tokens=20 + 2 * number, ignore_eos=True, **kinds[number % len(kinds)])
             hear(engine.add(Generate(str(number), tuple(prompt[:length]), params, arrived_at=0.0)))
-        if step == 33:
+        if len(said.get("4/0", ())) == 6:
             hear(engine.abort(Abort("4")))
         if engine.has_work:
             hear(engine.step())
@@ -95,7 +100,7 @@ def served(
 @pytest.mark.parametrize(
     ("architecture", "precision"),
     [
-        *((name, "int4") for name in (*RECORDABLE, *OTHERS)),
+        *((name, "int4") for name in (*RECORDABLE, *OTHERS, *RECURRENT)),
         (RECORDABLE[0], "int8"),
         *((name, precision) for name in PICKING for precision in ("bfloat16", "float32")),
     ],

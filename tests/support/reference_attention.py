@@ -7,6 +7,7 @@ from torch import Tensor
 
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec, StepContext
+from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs, StateRun, recur_torch
 from armature_kernels.elementwise.rope import apply_rope_to_qkv_torch
 
 
@@ -16,6 +17,8 @@ class PlainAttend:
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.states: dict[int, Tensor] = {}
+        self.lengths: dict[int, int] = {}
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         query, key, value = apply_rope_to_qkv_torch(heads)
@@ -44,6 +47,12 @@ class PlainAttend:
             scores = torch.cat((spec.sinks[:, None, None].expand(*scores.shape[:2], 1), scores), -1)
         weights = scores.softmax(-1)[..., -len(at) :]
         return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype).flatten(1)
+
+    def recur(self, layer: int, inputs: RecurrentInputs, recurrence: Recurrence) -> Tensor:
+        state = self.states.setdefault(layer, torch.empty(1, recurrence.sizes.state_elements))
+        run = StateRun(0, len(inputs.steps), self.lengths.get(layer, 0), 0)
+        self.lengths[layer] = run.start + run.num_tokens
+        return recur_torch(inputs, recurrence, state, [run])
 
 
 def context_of(

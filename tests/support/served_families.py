@@ -157,6 +157,54 @@ _GEMMA3N = {
     "final_logit_softcapping": 3.0,
 }
 
+# One layer after each kind, heads of values that are not those of keys, and sizes that fill no vector.
+_DELTA_RULE = {
+    **TINY,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 3,
+    "head_dim": 16,
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "full_attention", "linear_attention"],
+}
+_MAMBA = {
+    **_NO_HEAD_DIM,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 13,
+    "mamba_d_conv": 3,
+}
+_NEMOTRON_H = {
+    **TINY,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "ssm_state_size": 13,
+}
+_NEMOTRON_H.pop("num_hidden_layers")
+_MAMBA2 = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 8,
+    "n_groups": 2,
+    "state_size": 13,
+    "conv_kernel": 3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_GRANITE_HYBRID = {
+    **_MAMBA,
+    **_MULTIPLIERS,
+    "shared_intermediate_size": 40,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 40}
 _GEMMA4 = {
     **TINY,
     **_WINDOW,
@@ -324,6 +372,15 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Glm4MoeLiteForCausalLM": {**_DEEPSEEK, "v_head_dim": 16, "n_shared_experts": 1},
     "YoutuForCausalLM": {**_LATENT, "pad_token_id": None},  # transformers clears the row of a padding token
     "MiniCPM3ForCausalLM": {**_LATENT, "v_head_dim": 8, "dim_model_base": 16},
+    "Qwen3NextForCausalLM": {**_DELTA_RULE, **_SHARED, "mlp_only_layers": [1]},
+    "Qwen3_5ForCausalLM": _DELTA_RULE,
+    "GraniteMoeHybridForCausalLM": {**_GRANITE_HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "NemotronHForCausalLM": _NEMOTRON_H,
+    "Mamba2ForCausalLM": {**_MAMBA2, "use_bias": True},
+    "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True, "mlp_bias": True},
+    "Qwen3_5ForConditionalGeneration": {"text_config": _DELTA_RULE},
+    "Qwen3_5MoeForCausalLM": {**_DELTA_RULE, **_SHARED},
+    "Qwen3_5MoeForConditionalGeneration": {"text_config": {**_DELTA_RULE, **_SHARED}},
     "DeepseekV3ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1},
 }
 # Classes whose other halves need packages that the environment does not have: a checkpoint has the text half of the class
@@ -454,6 +511,10 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 0,
             "tie_word_embeddings": False,
         },
+    ),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybridForCausalLM",
+        {**_GRANITE_HYBRID, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_conv_bias": False},
     ),
     "glm-biases": ("GlmForCausalLM", {**TINY, "attention_bias": False}),
 }

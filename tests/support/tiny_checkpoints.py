@@ -113,6 +113,46 @@ OTHERS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+_DELTA_RULE = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+# Layers with a recurrent state, of which no prefix is reused.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text", **_DELTA_RULE},
+    "Qwen3NextForCausalLM": {
+        "model_type": "qwen3_next",
+        **_DELTA_RULE,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
+    "NemotronHForCausalLM": {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 5,
+        "hybrid_override_pattern": "M-M*M",
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 10,
+        "n_groups": 2,
+        "ssm_state_size": 13,
+        "conv_kernel": 4,
+    },
+    "Mamba2ForCausalLM": {
+        "model_type": "mamba2",
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 2,
+        "state_size": 13,
+        "conv_kernel": 3,
+    },
+}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 MIXTURES: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
@@ -153,7 +193,7 @@ def config_values(architecture: str = "LlamaForCausalLM", **overrides: Any) -> d
         **TINY,
         "architectures": [architecture],
         "torch_dtype": "float32",
-        **{**BY_ARCHITECTURE, **OTHERS, **MIXTURES}[architecture],
+        **{**BY_ARCHITECTURE, **OTHERS, **RECURRENT, **MIXTURES}[architecture],
         **overrides,
     }
 

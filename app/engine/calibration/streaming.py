@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from app.backends.base import HostBackend
 from app.engine.decoder.cpu_runner import StepAttention
-from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
+from app.engine.decoder.kv_cache import KvCache, kv_dtype, kv_shape_of
 from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.engine.scheduler.batch import ScheduledSpan, make_sequence
@@ -141,9 +141,7 @@ def window_logits(model: nn.Module, attention: StepAttention, window: Window, st
 class WindowScorer:
     def __init__(self, model: nn.Module, config: ModelConfig, kv_dtype: torch.dtype, backend: HostBackend) -> None:
         self._model = model
-        shape = KvShape(
-            config.cache_layers, 1, min(WINDOW_TOKENS, config.max_model_len), config.cache_heads, config.cache_head_dim
-        )
+        shape = kv_shape_of(config, 1, min(WINDOW_TOKENS, config.max_model_len))
         self._attention = StepAttention(KvCache(shape, kv_dtype), backend)
 
     def score(self, window: Window) -> tuple[float, Tensor]:
@@ -282,7 +280,7 @@ class StreamedCalibration:
             raise SettingsInvalid("The model knows none of the tokens that its tokenizer makes of the text.")
         self._probed = max(range(len(self._windows)), key=lambda number: len(self._windows[number]))
         self._probe_tokens = SMALL_PROBE_TOKENS if is_small else PROBE_TOKENS
-        shape = KvShape(config.cache_layers, 1, window_tokens, config.cache_heads, config.cache_head_dim)
+        shape = kv_shape_of(config, 1, window_tokens)
         self._attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
         self.losses: dict[tuple[str, ...], float] = {}
         self._expected: dict[int, Tensor] = {}  # rows before the exact output layer, by the window's number

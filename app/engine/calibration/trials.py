@@ -27,7 +27,7 @@ from app.engine.calibration.synthetic_weights import (
 from app.engine.decoder.build import deterministic_query_limit
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.cuda_graphs import LARGEST_BUCKET
-from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
+from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype, kv_shape_of
 from app.engine.encoder.batching import EncodeState, TextSpan
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.engine.program import INPUT_ERRORS, cannot_run, max_step_rows, served_program, synthetic_inputs
@@ -200,7 +200,7 @@ class DecoderTrial:
         config = self.config
         self._num_ids = min(config.vocab_size, MAX_TOKEN_IDS)
         rows = max(CONTEXT_ROWS, max(self.decode_rows()))
-        shape = KvShape(self.few_layers, rows, self.max_len, config.cache_heads, config.cache_head_dim)
+        shape = kv_shape_of(_truncated_config(config, self.few_layers), rows, self.max_len)
         self._stage = make_stage(config, plan, shape)
         self._runners = {layers: self._runner(layers) for layers in self.layer_counts}
         self._has_context = False
@@ -345,14 +345,30 @@ class DecoderTrial:
 def _truncated_config(config: ModelConfig, layers: int) -> ModelConfig:
     # Layers without experts come first, and most layers have experts.
     experts = None if config.experts is None else replace(config.experts, layers=config.experts.layers[-layers:])
-    cut = {name: getattr(config, name)[:layers] for name in ("windows", "ropes", "inner_sizes", "gate_deviations")}
+    cut = {
+        name: getattr(config, name)[:layers]
+        for name in ("windows", "ropes", "inner_sizes", "gate_deviations", "mixers")
+    }
     convolution = config.convolution
     if convolution is not None:  # the first layers attend to nothing, so begin with one that does
         first = convolution.layers.index(False)
         order = (*convolution.layers[first:], *convolution.layers[:first])
         convolution = replace(convolution, layers=order[:layers])
+    recurrent = config.recurrent
+    if recurrent is not None:  # the same
+        first = 0 if config.mixers or all(recurrent.layers) else recurrent.layers.index(False)
+        order = (*recurrent.layers[first:], *recurrent.layers[:first])
+        recurrent = replace(recurrent, layers=order[:layers])
     # Every layer has its own keys and values, so that few layers need not have one of each kind.
-    return replace(config, num_layers=layers, experts=experts, convolution=convolution, shared_kv_layers=0, **cut)
+    return replace(
+        config,
+        num_layers=layers,
+        experts=experts,
+        convolution=convolution,
+        recurrent=recurrent,
+        shared_kv_layers=0,
+        **cut,
+    )
 
 
 def _context_token_seconds(own: Mapping[TrialStep, float], kind: str, size: int, num_layers: int) -> float:

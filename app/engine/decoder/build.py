@@ -15,7 +15,7 @@ from app.engine.decoder.adapters import load_adapter_slots
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.draft_model import DraftModel
 from app.engine.decoder.engine import DecoderEngine, DecoderRunner
-from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
+from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype, kv_shape_of
 from app.engine.decoder.prompt_cache import open_prompt_cache
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence, make_sequence
@@ -62,7 +62,7 @@ def build_decoder_engine(
     with explaining_values_not_finite(request.checkpoint):
         warm_up_decoder(runner)
     capacity = min(plan.memory.kv_cache_bytes // kv_cache.bytes_per_token, kv_cache.shape.num_slots * kv_cache.stride)
-    pool = KvSlots(kv_cache.shape.num_slots, capacity, kv_cache.tokens_per_page)
+    pool = KvSlots(kv_cache.shape.num_slots, capacity, kv_cache.tokens_per_page, has_states=bool(kv_cache.states))
     speculation = _speculation(config, plan, request.step_time_model)
     if speculation is not None and request.draft is not None:
         speculation.set_draft_model(_load_draft_model(request, request.draft))
@@ -143,7 +143,7 @@ def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> D
     assert isinstance(model, Decoder), "a decoder's checkpoint"
     capacity = draft_kv_tokens(length)
     slots = min(DRAFT_SEQS, plan.memory.max_running_seqs)
-    shape = KvShape(config.cache_layers, slots, min(length, capacity), config.cache_heads, config.cache_head_dim)
+    shape = kv_shape_of(config, slots, min(length, capacity))
     replay = DecoderReplay(model, request.eager_reason)
     runner = CpuDecoderRunner(replay, KvCache(shape, kv_dtype(plan)), backend, Sampler(config.vocab_size))
     with explaining_values_not_finite(draft):
@@ -152,14 +152,13 @@ def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> D
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:
-    """Return the shape of the KV memory: two slots per running sequence, which may read a prefix from another slot."""
-    return KvShape(
-        num_layers=config.cache_layers,
-        num_slots=2 * plan.memory.max_running_seqs,
-        max_len=plan.memory.max_model_len,
-        num_kv_heads=config.cache_heads,
-        head_dim=config.cache_head_dim,
-    )
+    """Return the shape of the KV memory: two slots per running sequence, which may read a prefix from another slot.
+
+    With a recurrent state no prefix is read, and one slot is for the prompt that beams share.
+    """
+    running = plan.memory.max_running_seqs
+    slots = running + 1 if config.recurrent is not None else 2 * running
+    return kv_shape_of(config, slots, plan.memory.max_model_len)
 
 
 def engine_limits(plan: ServingPlan) -> EngineLimits:

@@ -33,12 +33,13 @@ from app.engine.scheduler.batch import (
 from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, QkvHeads, split_into_decodes
-from armature_kernels.attention.context import Attend, AttentionSpec, StepContext
+from armature_kernels.attention.context import AttendWithStates, AttentionSpec, StepContext
 from armature_kernels.attention.convolution import convolve
+from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs, StateRun, StateStep, recur
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from armature_kernels.elementwise.rope import apply_rope_and_write_kv
 from armature_kernels.native.memory import Int64Buffer
-from armature_kernels.native.recording import NotRecordable, RecordedOperations, ResultPool, record_operations
+from armature_kernels.native.recording import NotRecordable, RecordedOperations, ResultPool, record_dry_run
 
 _MAX_FIXED_TOKENS = 2**16  # step size up to which the inputs keep a fixed address
 # queries per attention call if the queries per sequence are limited; this bounds the scratch memory
@@ -183,7 +184,7 @@ def to_model_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 class StepAttention:
-    """The attention of every step. It implements `Attend`.
+    """The attention of every step. It implements `AttendWithStates`.
 
     What does not depend on the layer is prepared once per step, at fixed addresses. With `max_queries_together` all
     queries use the same computation, whatever prefill chunk they came in.
@@ -194,12 +195,14 @@ class StepAttention:
         self._backend = backend
         self._max_queries_together = max_queries_together
         self._step = AttentionStep(max(kv_cache.shape.num_slots, _MAX_BATCHED_QUERIES))
+        self._states = StateStep(kv_cache.shape.num_slots)
+        self._recurs = self._attends = False
         # parts of the batch, if attention is computed in more than one
         self._parts: list[tuple[slice, list[AttentionSequence]]] = []
         self._rows = Int64Buffer(_MAX_FIXED_TOKENS)
         self._written = self._rows.tensor[:0]
 
-    def begin(self, spans: tuple[ScheduledSpan, ...]) -> Attend:
+    def begin(self, spans: tuple[ScheduledSpan, ...]) -> AttendWithStates:
         """Prepare the attention of the next step. The previous step's description is overwritten."""
         self._written = to_model_device(self._rows.fill(self._kv_cache.written_rows(spans)), self._backend.device)
         rows: list[AttentionSequence] = []
@@ -207,6 +210,9 @@ class StepAttention:
         for span in spans:
             rows.append(AttentionSequence(first, span.num_tokens, span.start, self._kv_cache.kv_segments(span)))
             first += span.num_tokens
+        if self._kv_cache.states:
+            runs = zip(rows, spans, strict=True)
+            self._states.fill([StateRun(row.first, row.num_tokens, row.start, span.slot) for row, span in runs])
         self._parts = (
             []
             if self._max_queries_together is None
@@ -219,10 +225,12 @@ class StepAttention:
     @property
     def is_replayable(self) -> bool:
         """True if no layer's operations depend on the sequences in the batch, only on its shape."""
-        return len(self._parts) < 2 and self._rows.stays and self._step.is_replayable
+        attends = self._step.is_replayable or (self._recurs and not self._attends)
+        return len(self._parts) < 2 and self._rows.stays and self._states.stays and attends
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
+        self._attends = True
         kv = self._kv_cache.layers[layer].heads_of(heads)
         query = apply_rope_and_write_kv(heads, kv, self._written)
         if len(self._parts) < 2:
@@ -232,6 +240,10 @@ class StepAttention:
             self._step.fill(rows)
             results.append(self._attend(query[own], kv, spec))
         return torch.cat(results).flatten(1)
+
+    def recur(self, layer: int, inputs: RecurrentInputs, recurrence: Recurrence) -> Tensor:
+        self._recurs = True
+        return recur(inputs, recurrence, self._kv_cache.states[layer], self._states)
 
     def _attend(self, query: Tensor, kv: KvRows, spec: AttentionSpec) -> Tensor:
         if spec.filters is not None:
@@ -291,12 +303,12 @@ class DecoderReplay:
             if len(self._num_seen) > _MAX_COUNTED_SHAPES:
                 self._num_seen.clear()
             return body(context)
-        try:
-            recorded = record_operations(self._pool, lambda: body(context))
+        try:  # nothing is computed, so that a recurrent state does not change twice if the recording ends
+            recorded = record_dry_run(self._pool, lambda: body(context))
         except NotRecordable as reason:
             self.reason = f"{reason} is not a native operation"
-            return body(context)  # values that were already written are written again
+            return body(context)
         self.recorded[shape] = recorded
         if len(self.recorded) > MAX_RECORDINGS:
             self.recorded.popitem(last=False)
-        return recorded.result
+        return recorded.run()

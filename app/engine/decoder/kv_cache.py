@@ -17,6 +17,7 @@ from app.errors import PlanImpossible
 from app.hardware.kernel_advice import advise
 from app.hardware.plan.memory_budget import KV_PRECISIONS
 from app.hardware.plan.plan import ServingPlan
+from app.models.decoders.config import ModelConfig
 from armature_kernels.attention.attention import KvSegment, token_bytes, view_kv_rows
 
 # MAP_NORESERVE: Python's mmap module has no name for it. The value is the same on x86, Arm and RISC-V (Linux,
@@ -36,20 +37,31 @@ def kv_dtype(plan: ServingPlan) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Capacity of a KV cache: `num_slots` sequences of up to `max_len` tokens each, and the shape of a token's KV."""
+    """Capacity of a KV cache: `num_slots` sequences of up to `max_len` tokens each, and the shape of a token's KV.
+
+    `state_sizes`: the FP32 elements of a sequence's recurrent state, in each layer that has one.
+    """
 
     num_layers: int
     num_slots: int
     max_len: int
     num_kv_heads: int
     head_dim: int
+    state_sizes: tuple[int, ...] = ()
+
+
+def kv_shape_of(config: ModelConfig, num_slots: int, max_len: int) -> KvShape:
+    return KvShape(
+        config.cache_layers, num_slots, max_len, config.cache_heads, config.cache_head_dim, config.state_sizes
+    )
 
 
 class KvCache:
     """Keys and values of all slots in host memory, position p of a slot's sequence at offset p.
 
     The memory of a layer is `[slots, stride, token_bytes]` (`KvRows` has the row format); `stride` is `max_len` rounded
-    up so that no two slots share a page.
+    up so that no two slots share a page. A slot also holds the recurrent states of its sequence, one after the other: the
+    state after the last computed token. At position 0 a state is zero, whatever the slot holds.
     """
 
     def __init__(self, shape: KvShape, dtype: torch.dtype) -> None:
@@ -68,6 +80,10 @@ class KvCache:
             shape.num_layers, shape.num_slots * self.stride, self.token_bytes
         )
         self.layers = [view_kv_rows(layer, shape.num_kv_heads, shape.head_dim, dtype) for layer in self._rows]
+        self._states = _reserve_floats(shape.num_slots, sum(shape.state_sizes))
+        self.states: tuple[Tensor, ...] = (
+            torch.split(self._states, list(shape.state_sizes), 1) if shape.state_sizes else ()
+        )
 
     def row(self, slot: int, position: int) -> int:
         return slot * self.stride + position
@@ -121,6 +137,8 @@ class KvCache:
         source, target = self.row(copy.source, copy.start), self.row(copy.target, copy.start)
         length = copy.end - copy.start
         self._rows.narrow(1, target, length).copy_(self._rows.narrow(1, source, length))
+        if self.states:  # only forks copy here, at the end of what their parent has computed
+            self._states[copy.target].copy_(self._states[copy.source])
 
     def release(self, slot: int, start: int, end: int) -> None:
         """Give back whole pages among positions `[start, end)` of a slot; the last too if `end` is `max_len`."""
@@ -143,6 +161,12 @@ class KvCache:
         # the lowest bit means resident; the other bits are reserved
         flags = torch.frombuffer(pages, dtype=torch.uint8)
         return int(flags.bitwise_and_(1).sum()) * mmap.PAGESIZE
+
+
+def _reserve_floats(rows: int, columns: int) -> Tensor:
+    if not columns:
+        return torch.empty(rows, 0)
+    return torch.frombuffer(_reserve(4 * rows * columns), dtype=torch.float32).view(rows, columns)
 
 
 def _reserve(num_bytes: int) -> mmap.mmap:

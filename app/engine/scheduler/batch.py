@@ -320,7 +320,10 @@ def scored_spans(spans: Iterable[ScheduledSpan]) -> tuple[ScoredSpan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KvCopy:
-    """Copy job for the keys and values of positions `[start, end)` between slots, before the step runs."""
+    """Copy job for the keys and values of positions `[start, end)` between slots, before the step runs.
+
+    A recurrent state, which is that after position `end`, is copied too.
+    """
 
     source: int
     target: int

@@ -71,11 +71,20 @@ class Placement:
 class KvSlots:
     """All slots and their common token budget; `num_slots` should be twice the number of running sequences.
 
-    `shares` False: nothing that a sequence computed is read by another one.
+    `shares` False: nothing that a sequence computed is read by another one. `has_states`: a slot also holds the recurrent
+    state after the sequence's last computed token, and no other. So only a fork reads it, which copies the state.
     """
 
-    def __init__(self, num_slots: int, capacity_tokens: int, tokens_per_page: int = 1, *, shares: bool = True) -> None:
-        self.shares = shares
+    def __init__(
+        self,
+        num_slots: int,
+        capacity_tokens: int,
+        tokens_per_page: int = 1,
+        *,
+        shares: bool = True,
+        has_states: bool = False,
+    ) -> None:
+        self.shares, self.has_states = shares and not has_states, has_states
         self.slots = [KvSlot(index) for index in range(num_slots)]
         self.tokens_per_page = tokens_per_page
         self.capacity_tokens = capacity_tokens // tokens_per_page * tokens_per_page
@@ -354,7 +363,13 @@ class KvAllocator:
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Place a child that continues its parent's computed tokens. False if there is no capacity."""
         assert parent.slot is not None, "only a running sequence has children"
-        return self._allocate(child, shared_placement(self.pool.slots[parent.slot], parent.num_computed))
+        end = parent.num_computed
+        if not self._allocate(child, shared_placement(self.pool.slots[parent.slot], end)):
+            return False
+        if self.pool.has_states and not any(copy.target == child.slot for copy in self._copies):
+            assert child.slot is not None, "it has just been allocated"
+            self._copies.append(KvCopy(parent.slot, child.slot, end, end))
+        return True
 
     def grow(self, sequence: Sequence, num_more: int = 0) -> bool:
         """Reserve capacity for all tokens and `num_more` more; False if this would require a preemption."""

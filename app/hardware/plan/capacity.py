@@ -48,6 +48,7 @@ _WAITING_SECONDS = 10.0  # if the speed is known, the short texts of this many s
 _WAITING_REQUESTS = 256
 _MAX_WAITING_REQUESTS = 4096  # requests at any speed, because each is an open connection
 _MIN_RATE_SHARE = 0.95  # share of the best measured rate that a shorter step must reach to be preferred
+_NO_STATE = Decision(0, "This model has no recurrent state.")
 _WAITING_PER_RUNNING = 4  # waiting requests for each running sequence
 
 
@@ -89,6 +90,7 @@ class MemoryCapacity(PlanPart):
 
     weight_bytes: Decided[int] = Decided(ALL_KINDS, unit="bytes", zero_is_unknown=True)
     kv_cache_bytes: Decided[int] = Decided(("decoder",), unit="bytes")
+    state_bytes: Decided[int] = Decided(("decoder",), unit="bytes", zero_is_unknown=True)
     max_model_len: Decided[int] = Decided(("decoder", "encoder"), zero_is_unknown=True)
     max_running_seqs: Decided[int] = Decided(ALL_KINDS)
     max_batch_tokens: Decided[int] = Decided(ALL_KINDS)
@@ -103,6 +105,7 @@ def decide_capacity(
     batch = decide_step_tokens(facts, settings, demand, timing)
     running = _running_seqs(settings, batch.value, _default_sizes(demand))
     left = _checked_budget(facts, settings, demand, batch.value, running.value)
+    running, states, left = _recurrent_states(settings, demand, running, left)
     if settings.kv_cache_bytes != "auto":
         left = _forced_budget(settings.kv_cache_bytes, left)
     length = _model_len(settings, demand, left)
@@ -113,7 +116,8 @@ def decide_capacity(
     waiting = _WAITING_PER_RUNNING * running.value
     return MemoryCapacity(
         weight_bytes=decide_weight_bytes(demand),
-        kv_cache_bytes=_kv_cache_bytes(settings, demand, left, demand.kv_bytes(2 * running.value, length.value)),
+        kv_cache_bytes=_kv_cache_bytes(settings, demand, left, running.value, length.value),
+        state_bytes=states,
         max_model_len=length,
         max_running_seqs=running,
         max_batch_tokens=batch,
@@ -264,14 +268,50 @@ def _limit_by_reservation(running: Decision[int], sequence_bytes: int, left: Mem
     )
 
 
-def _kv_cache_bytes(settings: Settings, demand: MemoryDemand, room: MemoryBudget, useful: int) -> Decision[int]:
+def _recurrent_states(
+    settings: Settings, demand: MemoryDemand, running: Decision[int], left: MemoryBudget
+) -> tuple[Decision[int], Decision[int], MemoryBudget]:
+    """Return the sequences that run, the bytes of their recurrent states, and what these leave for keys and values.
+
+    Raises `PlanImpossible` if they do not fit, or if the device is no processor. States take at most half of the memory,
+    unless the number of sequences was asked for. One more is held than run, for the prompt that beams share.
+    """
+    each = demand.state_bytes
+    if not each:
+        return running, _NO_STATE, left
+    if demand.device is not None:
+        raise PlanImpossible("Layers with a recurrent state are computed on processors only (device=cpu).")
+    asked = settings.max_running_seqs != "auto"
+    fits = (left.size if asked else left.size // 2) // each - 1
+    if left.size < 2 * each or (asked and fits < running.value):
+        raise PlanImpossible(
+            f"The recurrent state of one sequence takes {format_bytes(each)}, but only {format_bytes(left.size)} are available for"
+            f" those of {format_count(running.value, 'sequence')} and their keys and values: {left.explanation}."
+        )
+    if fits < running.value:
+        reason = f"Half of the memory holds the recurrent states, {format_bytes(each)} for each: {left.explanation}."
+        running = Decision(max(1, fits), reason)
+    size = (running.value + 1) * each
+    held = f"{format_bytes(size)} for recurrent states"
+    states = Decision(
+        size, f"{format_bytes(each)} for each sequence at a time, however long, and for one shared prompt."
+    )
+    return running, states, replace(left, size=left.size - size, explanation=f"{left.explanation} less {held}")
+
+
+def _kv_cache_bytes(
+    settings: Settings, demand: MemoryDemand, room: MemoryBudget, running: int, length: int
+) -> Decision[int]:
     """Decide the size of the KV cache: at most twice what running sequences can use, for cached prefixes."""
+    useful = demand.kv_bytes(running + 1 if demand.state_bytes else 2 * running, length)
     if settings.kv_cache_bytes != "auto":
         return Decision(settings.kv_cache_bytes, "Asked for.")
     if demand.needs is None:
         return Decision(room.size, f"{room.explanation}; the weights of a model will be subtracted from that.")
     if not demand.kv_bytes_per_token:
         return Decision(0, "This model keeps no keys and values.")
+    if useful <= room.size and demand.state_bytes:
+        return Decision(useful, "Every running sequence at its longest; with a recurrent state no prefix is cached.")
     if useful <= room.size:
         return Decision(useful, "Every running sequence at its longest, and the same amount again for cached prefixes.")
     return Decision(room.size, f"{room.explanation}. Pages are allocated when they are first written.")
@@ -303,6 +343,7 @@ def decide_encoder_capacity(
     return MemoryCapacity(
         weight_bytes=decide_weight_bytes(demand),
         kv_cache_bytes=Decision(0, "This model keeps no keys and values."),
+        state_bytes=_NO_STATE,
         max_model_len=length,
         max_running_seqs=running,
         max_batch_tokens=batch,

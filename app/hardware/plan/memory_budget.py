@@ -126,6 +126,11 @@ class MemoryDemand:
         """Bytes of one token's keys and values in all layers."""
         return kv_bytes_per_token(self.needs, self.kv_precision) if self.needs else 0
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent states."""
+        return self.needs.state_bytes if self.needs else 0
+
     def kv_tokens(self, size: int) -> int:
         """Return the number of tokens whose keys and values fit in `size` bytes; on a device in whole pages."""
         assert self.kv_bytes_per_token, "called only for models with a KV cache"

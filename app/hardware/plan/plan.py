@@ -60,6 +60,10 @@ class StepOptions(PlanPart):
     engine_process: Decided[bool] = Decided()
 
 
+# Why nothing is reused of a recurrent model: only the last state is kept.
+_NO_WAY_BACK = "A recurrent state cannot go back to an earlier position"
+
+
 @dataclass(frozen=True, slots=True)
 class StepOptionInputs:
     needs: Needs | None
@@ -68,6 +72,10 @@ class StepOptionInputs:
     precision: str
     int8_copy: bool = False
     timing: TrialTiming | None = None
+
+    @property
+    def has_state(self) -> bool:
+        return self.needs is not None and self.needs.state_bytes > 0
 
 
 def _engine_process(settings: Settings, device: str) -> Decision[bool]:
@@ -206,6 +214,8 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
         return Decision(False, f"{BY_TRANSFORMERS.capitalize()}, which verifies no drafts here.")
     if served.device != "cpu" or (served.needs is not None and not served.needs.generates):
         return Decision(False, "Only for models that generate, on processors.")
+    if served.has_state:
+        return Decision(False, f"{_NO_WAY_BACK}, so draft tokens that are rejected could not be undone.")
     if settings.draft_model is not None:
         return Decision(
             True,
@@ -230,6 +240,10 @@ def _draft_model(settings: Settings, served: StepOptionInputs) -> Decision[str |
             "the processor (device=cpu)."
         )
     draft = None if served.needs is None else served.needs.draft
+    if served.has_state or (draft is not None and draft.state_bytes):
+        raise PlanImpossible(
+            f"draft_model is set, but {_NO_WAY_BACK[0].lower()}{_NO_WAY_BACK[1:]}, neither the model's nor a draft model's: leave it out."
+        )
     size = "" if draft is None else f" with {draft.num_parameters:,} parameters"
     return Decision(
         str(settings.draft_model),
@@ -245,6 +259,8 @@ def _prompt_cache(settings: Settings, served: StepOptionInputs) -> Decision[str 
             "prompt_cache is set, but keys and values in a GPU's memory are not kept: leave it out, or serve on the processor "
             "(device=cpu)."
         )
+    if served.has_state:
+        raise PlanImpossible(f"prompt_cache is set, but {_NO_WAY_BACK[0].lower()}{_NO_WAY_BACK[1:]}: leave it out.")
     return Decision(
         str(settings.prompt_cache.expanduser()),
         "Asked for: keys and values of prompts are written to this folder while nothing is computed, and read where that is "

@@ -26,6 +26,7 @@ from app.models.decoders.layer_config import (
     NormConfig,
     Placement,
     QkvLayout,
+    RecurrentConfig,
 )
 from app.models.decoders.rope import RopeConfig, parse_rope
 
@@ -66,7 +67,10 @@ class ModelConfig:
     how many standard deviations above the mean gates begin to count; None: all count. `altup`: a token has several hidden
     states. The last `shared_kv_layers` layers have no keys and values: each reads those of the last layer before them with
     the same window. `full_heads`: layers with full attention have other heads of keys and values. `layer_factors`: the
-    result of a layer is multiplied by a stored number.
+    result of a layer is multiplied by a stored number. `recurrent`: some layers have a recurrent state in place of
+    attention. `has_output_gate`: the result of attention is multiplied by the sigmoid of gates, which the product of
+    queries computes too. `mixers`: the layers with attention or a state, in a model whose layers have one branch; the inner
+    size of the others is in `inner_sizes`.
     """
 
     architecture: str
@@ -115,6 +119,9 @@ class ModelConfig:
     shared_kv_layers: int = 0
     full_heads: HeadSizes | None = None
     layer_factors: bool = False
+    recurrent: RecurrentConfig | None = None
+    has_output_gate: bool = False
+    mixers: tuple[bool, ...] = ()
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -149,13 +156,31 @@ class ModelConfig:
 
     @property
     def cache_layers(self) -> int:
-        """The layers that write keys and values, the first ones."""
-        return self.num_layers - self.shared_kv_layers
+        """The number of layers that write keys and values; at least 1, since capacity is counted in tokens."""
+        return max(1, sum(map(self.writes_cache, range(self.num_layers))))
+
+    def writes_cache(self, layer: int) -> bool:
+        attends = self.has_mixer(layer) and not self.has_state(layer)
+        return attends and layer < self.num_layers - self.shared_kv_layers
 
     def cache_layer(self, layer: int) -> int:
-        if layer < self.cache_layers:
-            return layer
-        return max(one for one in range(self.cache_layers) if self.windows[one] == self.windows[layer])
+        """Return which of the layers that write keys and values has those that a layer reads."""
+        own = [one for one in range(self.num_layers) if self.writes_cache(one)]
+        source = layer if layer in own else max(one for one in own if self.windows[one] == self.windows[layer])
+        return own.index(source)
+
+    def has_mixer(self, layer: int) -> bool:
+        return not self.mixers or self.mixers[layer]
+
+    def has_state(self, layer: int) -> bool:
+        return self.recurrent is not None and self.recurrent.layers[layer]
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """The FP32 elements of a sequence's state in each layer that has one."""
+        if self.recurrent is None:
+            return ()
+        return (self.recurrent.sizes.state_elements,) * sum(self.recurrent.layers)
 
     def inner_size(self, layer: int) -> int:
         return self.inner_sizes[layer] if self.inner_sizes else self.intermediate_size
@@ -244,11 +269,13 @@ def _maps(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _shape(config: ConfigReader, family: DecoderFamily) -> Fields:
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
+    kinds = config.values.get("layers_block_type") if family.is_hybrid else None
+    layers = {"default": len(kinds)} if isinstance(kinds, list) else {}
     inner = None if config.has("intermediate_size") or family.fields.get("is_gated", True) else 4 * hidden_size
     if isinstance(config.values.get("intermediate_size"), list):
         inner = max(config.integers("intermediate_size"))
     return {
-        "num_layers": config.integer("num_hidden_layers", at_most=MAX_LAYERS),
+        "num_layers": config.integer("num_hidden_layers", **layers, at_most=MAX_LAYERS),
         "num_heads": num_heads,
         "num_kv_heads": _kv_heads(config, num_heads),
         "head_dim": config.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads)),
@@ -290,7 +317,8 @@ def _activation(config: ConfigReader, family: DecoderFamily) -> Activation:
 
 def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -> tuple[str, ...]:
     """Return `full_attention` or `sliding_attention` for each layer, from config.json or the family's rule."""
-    if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe"):
+    reads = family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe") and not family.is_hybrid
+    if config.has("layer_types") and reads:
         return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))
     slides = family.slides
     types = tuple(_LAYER_TYPES[slides is not None and slides(config, layer)] for layer in range(num_layers))

@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from app.models.decoders.altup_layers import AltUpEntry, AltUpExit, AltUpLayer
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import AltUpConfig, NormConfig
-from app.models.decoders.layers import AltUpEntry, AltUpExit, AltUpLayer, Attention, DecoderLayer, Norm
+from app.models.decoders.layers import Attention, BranchLayer, DecoderLayer, Norm
 from app.models.decoders.rope import RopeConfig, RopeKind
 from app.models.encoders.config import EncoderConfig
 from armature_kernels.attention.attention import RopeAngles
@@ -187,12 +188,12 @@ def output_layer(config: ModelConfig) -> Linear:
     return Linear((source,), config.hidden_size, config.vocab_size, config.logits_bias)
 
 
-def decoder_layer(config: ModelConfig, layer: int, dtype: torch.dtype) -> DecoderLayer | AltUpLayer:
-    return (
-        DecoderLayer(config, layer, dtype)
-        if config.altup is None or config.altup.num_streams == 1
-        else AltUpLayer(config, config.altup, layer, dtype)
-    )
+def decoder_layer(config: ModelConfig, layer: int, dtype: torch.dtype) -> DecoderLayer | AltUpLayer | BranchLayer:
+    if config.placement == "single":
+        return BranchLayer(config, layer, dtype)
+    if config.altup is None or config.altup.num_streams == 1:
+        return DecoderLayer(config, layer, dtype)
+    return AltUpLayer(config, config.altup, layer, dtype)
 
 
 def position_embedding(config: ModelConfig) -> Embedding | None:

@@ -30,7 +30,7 @@ from armature_kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
 from armature_kernels.native.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 
-def _checked(config: ConfigReader, experts: ExpertsConfig) -> Fields:
+def checked_experts(config: ConfigReader, experts: ExpertsConfig) -> Fields:
     """Return the field of the experts. Raises `CheckpointInvalid` for numbers that are contradictory or too large."""
     routing = experts.routing
     if routing.num_experts > MAX_EXPERTS:
@@ -54,7 +54,7 @@ def _everywhere(fields: Fields) -> tuple[bool, ...]:
     return (True,) * int(fields["num_layers"])
 
 
-def _sparse_layers(config: ConfigReader, fields: Fields) -> tuple[bool, ...]:
+def sparse_layers(config: ConfigReader, fields: Fields) -> tuple[bool, ...]:
     step, dense = config.integer("decoder_sparse_step", 1), config.values.get("mlp_only_layers") or []
     if not isinstance(dense, Sequence):
         raise CheckpointInvalid(f"{config.where}: mlp_only_layers must be a list of layers.")
@@ -71,7 +71,7 @@ def _routing(config: ConfigReader, number: str, count: int, top_k: int, renormal
 
 def mixtral(config: ConfigReader, fields: Fields) -> Fields:
     routing = Routing(config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2))
-    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+    return checked_experts(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
 
 
 def phimoe(config: ConfigReader, fields: Fields) -> Fields:
@@ -80,7 +80,7 @@ def phimoe(config: ConfigReader, fields: Fields) -> Fields:
     jitter = config.number("router_jitter_noise", 0.01)
     routing = Routing(config.integer("num_local_experts", 16), 2, "sparsemixer", renormalize=False, jitter=jitter)
     experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields))
-    return {**_checked(config, experts), "logits_bias": config.boolean("lm_head_bias", False)}
+    return {**checked_experts(config, experts), "logits_bias": config.boolean("lm_head_bias", False)}
 
 
 def granite_moe(config: ConfigReader, fields: Fields) -> Fields:
@@ -98,7 +98,7 @@ def granite_moe_swa(config: ConfigReader, fields: Fields) -> Fields:
 def olmoe(config: ConfigReader, fields: Fields) -> Fields:
     refuse(config, "clip_qkv", None, "clipping queries, keys and values")
     routing = _routing(config, "num_experts", 64, 8)
-    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+    return checked_experts(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
 
 
 def qwen2_moe(config: ConfigReader, fields: Fields) -> Fields:
@@ -106,17 +106,17 @@ def qwen2_moe(config: ConfigReader, fields: Fields) -> Fields:
     experts = ExpertsConfig(
         _routing(config, "num_experts", 60, 4),
         config.integer("moe_intermediate_size", 1408),
-        _sparse_layers(config, fields),
+        sparse_layers(config, fields),
         shared_size=config.integer("shared_expert_intermediate_size", 5632),
         shared_gate=True,
     )
-    return {**_checked(config, experts), "qkv_bias": config.boolean("qkv_bias", True)}
+    return {**checked_experts(config, experts), "qkv_bias": config.boolean("qkv_bias", True)}
 
 
 def qwen3_moe(config: ConfigReader, fields: Fields) -> Fields:
     size = config.integer("moe_intermediate_size", 768)
     routing = _routing(config, "num_experts", 128, 8)
-    return _checked(config, ExpertsConfig(routing, size, _sparse_layers(config, fields)))
+    return checked_experts(config, ExpertsConfig(routing, size, sparse_layers(config, fields)))
 
 
 def gpt_oss(config: ConfigReader, fields: Fields) -> Fields:
@@ -129,7 +129,7 @@ def gpt_oss(config: ConfigReader, fields: Fields) -> Fields:
     routing = Routing(config.integer("num_local_experts", 128), config.integer("num_experts_per_tok", 4))
     experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields), router_bias=True)
     bias = config.boolean("attention_bias", True)
-    found = {**_checked(config, experts), "qkv_bias": bias, "output_bias": bias}
+    found = {**checked_experts(config, experts), "qkv_bias": bias, "output_bias": bias}
     if config.has("rope_parameters") or config.has("rope_scaling"):
         return found
     rope = RopeConfig(150_000.0, fields["head_dim"], "yarn", 32.0, 4096, truncate=False)
@@ -142,7 +142,7 @@ def minimax_m2(config: ConfigReader, fields: Fields) -> Fields:
     refuse(config, "use_qk_norm", True, "leaving out the norms of queries and keys")
     routing = Routing(config.integer("num_local_experts", 256), config.integer("num_experts_per_tok", 8), "sigmoid")
     experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields), selection_bias=True)
-    found = _checked(config, experts)
+    found = checked_experts(config, experts)
     if config.has("rotary_dim"):
         share = config.integer("rotary_dim") / fields["head_dim"]
         rope = parse_rope(config, fields["head_dim"], 5_000_000.0, partial=share)
@@ -156,7 +156,7 @@ def hunyuan_moe(config: ConfigReader, fields: Fields) -> Fields:
     experts = ExpertsConfig(
         Routing(count, top_k), fields["intermediate_size"], _everywhere(fields), shared_size=fields["intermediate_size"]
     )
-    return {**_checked(config, experts), **hunyuan(config, fields)}
+    return {**checked_experts(config, experts), **hunyuan(config, fields)}
 
 
 def _same_everywhere(config: ConfigReader, name: str, default: int) -> int:
@@ -217,7 +217,7 @@ def ernie_moe(config: ConfigReader, fields: Fields) -> Fields:
         shared_size=size * config.integer("moe_num_shared_experts", 2, at_least=0),
         selection_bias=True,
     )
-    return _checked(config, experts)
+    return checked_experts(config, experts)
 
 
 def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
@@ -231,7 +231,7 @@ def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
         selection_bias=True,
     )
     norms = {} if config.boolean("use_qk_norm", False) else {"head_norm": None}
-    return {**_checked(config, experts), **norms}
+    return {**checked_experts(config, experts), **norms}
 
 
 def lfm2_moe(config: ConfigReader, fields: Fields) -> Fields:
@@ -251,7 +251,7 @@ def lfm2_moe(config: ConfigReader, fields: Fields) -> Fields:
         tuple(layer >= dense for layer in range(fields["num_layers"])),
         selection_bias=config.boolean("use_expert_bias", True),
     )
-    return {**_checked(config, experts), **convolutions(config, fields)}
+    return {**checked_experts(config, experts), **convolutions(config, fields)}
 
 
 def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
@@ -280,7 +280,7 @@ def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
     )
     shared = size * config.integer("n_shared_experts", 2, at_least=0)
     experts = ExpertsConfig(routing, size, _experts_after(config, fields, 0), shared)
-    return {**_checked(config, experts), **latent(config, fields, LATENT)}
+    return {**checked_experts(config, experts), **latent(config, fields, LATENT)}
 
 
 def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
@@ -295,7 +295,7 @@ def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
         shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
         selection_bias=True,
     )
-    return {**_checked(config, experts), **latent(config, fields, LATENT)}
+    return {**checked_experts(config, experts), **latent(config, fields, LATENT)}
 
 
 def mistral4(config: ConfigReader, fields: Fields) -> Fields:
@@ -311,7 +311,7 @@ def mistral4(config: ConfigReader, fields: Fields) -> Fields:
     ropes = tuple(replace(rope, dim=rotated) for rope in fields["ropes"])
     sizes = LatentDefaults(plain=64, rank=256, query_rank=1024)
     return {
-        **_checked(config, experts),
+        **checked_experts(config, experts),
         **ministral3(config, fields),
         "ropes": ropes,
         **latent(config, {**fields, "head_dim": rotated, "ropes": ropes}, sizes),
@@ -329,7 +329,7 @@ def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:
         selection_bias=True,
     )
     sizes = LatentDefaults(plain=192, value=256, query_rank=768)
-    return {**_checked(config, experts), **latent(config, fields, sizes)}
+    return {**checked_experts(config, experts), **latent(config, fields, sizes)}
 
 
 def dots1(config: ConfigReader, fields: Fields) -> Fields:
@@ -341,7 +341,7 @@ def dots1(config: ConfigReader, fields: Fields) -> Fields:
         shared_size=size * config.integer("n_shared_experts", 2, at_least=0),
         selection_bias=True,
     )
-    return _checked(config, experts)
+    return checked_experts(config, experts)
 
 
 def solar_open(config: ConfigReader, fields: Fields) -> Fields:
@@ -353,7 +353,7 @@ def solar_open(config: ConfigReader, fields: Fields) -> Fields:
         shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
         selection_bias=True,
     )
-    return _checked(config, experts)
+    return checked_experts(config, experts)
 
 
 def exaone_moe(config: ConfigReader, fields: Fields) -> Fields:
@@ -366,7 +366,7 @@ def exaone_moe(config: ConfigReader, fields: Fields) -> Fields:
         shared_size=size * config.integer("num_shared_experts", 1, at_least=0),
         selection_bias=True,
     )
-    return {**_checked(config, experts), **exaone4(config, fields)}
+    return {**checked_experts(config, experts), **exaone4(config, fields)}
 
 
 def hy_v3(config: ConfigReader, fields: Fields) -> Fields:
@@ -386,18 +386,18 @@ def hy_v3(config: ConfigReader, fields: Fields) -> Fields:
         shared_size=size * config.integer("num_shared_experts", 1, at_least=0),
         selection_bias=True,
     )
-    return _checked(config, experts)
+    return checked_experts(config, experts)
 
 
 def flex_olmo(config: ConfigReader, fields: Fields) -> Fields:
     routing = _routing(config, "num_experts", 7, 5)
-    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+    return checked_experts(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
 
 
 def mellum(config: ConfigReader, fields: Fields) -> Fields:
     routing = _routing(config, "num_experts", 64, 8, renormalize=True)
     size = config.integer("moe_intermediate_size", 896)
-    return _checked(config, ExpertsConfig(routing, size, _experts_after(config, fields, 0)))
+    return checked_experts(config, ExpertsConfig(routing, size, _experts_after(config, fields, 0)))
 
 
 def cohere2_moe_slides(config: ConfigReader, layer: int) -> bool:
@@ -439,7 +439,7 @@ def cohere2_moe(config: ConfigReader, fields: Fields) -> Fields:
     if config.has("rms_norm_eps"):
         norm = NormConfig(eps=config.number("rms_norm_eps"))
     return {
-        **_checked(config, experts),
+        **checked_experts(config, experts),
         "norm": norm,
         "intermediate_size": dense_size,
         "logit_scale": config.number("logit_scale", 0.0625),
@@ -466,7 +466,7 @@ def gemma4(config: ConfigReader, fields: Fields) -> Fields:
             shared_size=fields["intermediate_size"],
             apart=True,
         )
-        found |= _checked(config, experts)
+        found |= checked_experts(config, experts)
     return found
 
 

@@ -9,6 +9,7 @@ from app.models.decoders import expert_values
 from app.models.decoders import family_values as values
 from app.models.decoders.families_experts import EXPERT_FAMILIES
 from app.models.decoders.families_layer_norm import LAYER_NORM_FAMILIES
+from app.models.decoders.families_recurrent import RECURRENT_FAMILIES
 from app.models.decoders.family import DecoderFamily, layer_names
 from app.models.decoders.layer_config import HeadNormConfig, NormConfig
 
@@ -468,20 +469,17 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     ),
     **LAYER_NORM_FAMILIES,
     **EXPERT_FAMILIES,
+    **RECURRENT_FAMILIES,
 }
 
 
 # What is not offered -> the starts of the class names that need it.
 UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "state-space layers, whose state is not a KV cache": (
-        *("Mamba", "FalconMamba", "FalconH1", "Jamba", "Zamba", "Bamba", "NemotronH", "GraniteMoeHybrid"),
-    ),
+    "state-space layers, whose state is not a KV cache": (*("Mamba", "FalconMamba", "FalconH1", "Jamba", "Zamba"),),
     "recurrent layers with a state, such as linear attention": (
         *(
             "Rwkv",
             "RecurrentGemma",
-            "Qwen3Next",
-            "Qwen3_5",
             "MiniMaxFor",
             "MiniMaxText",
             "MiniMaxM1",

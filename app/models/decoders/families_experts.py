@@ -20,7 +20,7 @@ _LATENT: Mapping[str, Any] = {
     "has_more_layers": True,
 }
 _MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-_GRANITE_MOE = {
+GRANITE_MOE_PARTS = {
     "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
     "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
     "block_sparse_moe.router.layer.": "mlp.gate.",
@@ -93,14 +93,14 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         model_type="granitemoe",
         title="Granite 3 with experts",
         read=values.granite_moe,
-        parts=_GRANITE_MOE,
+        parts=GRANITE_MOE_PARTS,
     ),
     "GraniteMoeSharedForCausalLM": DecoderFamily(
         model_type="granitemoeshared",
         title="Granite with a shared expert",
         fields={"fused_gate_up": True},
         read=values.granite_moe,
-        parts=_GRANITE_MOE,
+        parts=GRANITE_MOE_PARTS,
     ),
     "GraniteMoeSWAForCausalLM": DecoderFamily(
         model_type="granitemoe_swa",
@@ -109,7 +109,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         fields={"fused_gate_up": True, "has_sinks": True},
         slides=lambda config, layer: layer % 4 != 0,
         read=values.granite_moe_swa,
-        parts=_GRANITE_MOE,
+        parts=GRANITE_MOE_PARTS,
     ),
     "GptOssForCausalLM": DecoderFamily(
         model_type="gpt_oss",

@@ -40,6 +40,7 @@ class DecoderFamily:
     - `has_more_layers`: files hold layers beyond the last one, which predict further tokens and are not used.
     - `expert_layout`: how tensors that hold all experts of a layer are stored (`expert_parts` in `stored.py`).
     - `transposed`: weights of the layers are stored as [in, out].
+    - `is_hybrid`: `read` knows the words of layer_types.
     - `embeds`: plain models of this family are served for their vectors.
     """
 
@@ -73,6 +74,7 @@ class DecoderFamily:
     expert_layout: Literal["stacked", "interleaved"] = "stacked"
     computed: tuple[str, ...] = (".rotary_emb.inv_freq",)
     transposed: bool = False
+    is_hybrid: bool = False
     embeds: bool = False
 
 

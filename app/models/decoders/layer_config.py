@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from armature_kernels.attention.recurrent_sizes import RecurrentSizes
 from armature_kernels.elementwise.latent_sizes import LatentHeads
 from armature_kernels.elementwise.routing_rule import Routing
 
@@ -15,7 +17,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swi
 # - post: h + norm(attention h), then h + norm(mlp h)
 # - sandwich: h + norm(attention(norm h)), then h + norm(mlp(norm h))
 # - parallel: h + attention(norm h) + mlp(norm h)
-Placement = Literal["pre", "post", "sandwich", "parallel"]
+# - single: h + attention(norm h), or h + mlp(norm h): a layer has one of both
+Placement = Literal["pre", "post", "sandwich", "parallel", "single"]
 
 # How the rows of a fused product of queries, keys and values are stored:
 # - stacked: all queries, all keys, all values
@@ -84,6 +87,32 @@ class ConvolutionConfig:
 
     width: int
     layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Layers with a recurrent state in place of attention, those of `layers`: the gated delta rule, or Mamba-2.
+
+    `is_fused`: the products of the delta rule are two tensors, in which the rows of a key head follow each other. The
+    result has an RMSNorm of each `norm_size` elements with `norm_weights` weights, before or, if `gates_first`, after it is
+    multiplied by silu(gates). `step_limits`: the least and the most step.
+    """
+
+    sizes: RecurrentSizes
+    layers: tuple[bool, ...]
+    norm_size: int
+    norm_weights: int
+    norm_eps: float
+    gates_first: bool = False
+    is_fused: bool = False
+    conv_bias: bool = False
+    product_bias: bool = False
+    step_limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def name(self) -> str:
+        """The part of a layer, in our names."""
+        return "linear_attn" if self.sizes.has_delta else "mamba"
 
 
 @dataclass(frozen=True, slots=True)

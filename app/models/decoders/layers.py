@@ -1,12 +1,7 @@
-"""Layers of a decoder, described by the values of its `ModelConfig`: attention, MLP, and norms around them.
-
-A layer of a model with several hidden states for each token (AltUp) reads and writes one row of *states* for each token,
-FP32: its streams one after the other, then what each layer reads of the token (per-layer inputs).
-"""
+"""Layers of a decoder, described by the values of its `ModelConfig`: attention, MLP, and norms around them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -22,21 +17,23 @@ from app.models.decoders.layer_config import (
     HeadNormConfig,
     LatentConfig,
     NormConfig,
+    RecurrentConfig,
 )
 from app.models.decoders.shapes import APART_NORMS, Product, mixer_products, up_sources
 from armature_kernels.attention.attention import QkvHeads, RopeAngles
-from armature_kernels.attention.context import Attend, AttentionSpec
+from armature_kernels.attention.context import Attend, AttendWithStates, AttentionSpec
 from armature_kernels.attention.convolution import convolved_rows
+from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs
 from armature_kernels.elementwise.activations import convert_rows, xielu
-from armature_kernels.elementwise.altup import Correction, StreamMix, correct_streams, match_rows, predict_streams
 from armature_kernels.elementwise.latent import latent_heads
 from armature_kernels.elementwise.norms import (
+    GatedNorm,
     add_rms_norm,
     contiguous,
     copy_rows,
-    empty_rows,
     gate,
     gate_with,
+    gated_norm,
     gather,
     layer_norm,
     layer_norm_in_place,
@@ -47,9 +44,6 @@ from armature_kernels.elementwise.routing_rule import Routing
 from armature_kernels.linear.activations import Activations, RowGroups, quantize, unquantized
 from armature_kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
 from armature_kernels.linear.linear import Linear, LinearForm
-
-_MAGNITUDE_FLOOR = 1e-5  # the least mean square of a row that gets the magnitude of another
-_ROOT_HALF = math.sqrt(0.5)
 
 
 class Norm(nn.Module):
@@ -147,6 +141,13 @@ class StoredVector(nn.Module):
         self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
 
 
+class Rates(StoredVector):
+    """Positive numbers whose logarithms are stored."""
+
+    def set_weight(self, tensor: Tensor) -> None:
+        self.weight = nn.Parameter(tensor.float().exp(), requires_grad=False)
+
+
 class Zeros(StoredVector):
     """A vector of zeros, by which rows become zeros in a native operation."""
 
@@ -236,7 +237,7 @@ class Attention(nn.Module):
         super().__init__()
         at, sizes = f"model.layers.{layer}", config.heads(layer)
         self.layer, self.head_dim, self.norm = config.cache_layer(layer), sizes.head_dim, config.head_norm
-        writes = layer < config.cache_layers
+        writes = config.writes_cache(layer)
         self.num_heads, self.num_kv_heads = config.num_heads, sizes.num_kv_heads if writes else 0
         self.read_heads = 0 if writes else sizes.num_kv_heads
         self.qkv, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
@@ -251,6 +252,7 @@ class Attention(nn.Module):
         self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
         self.sinks = StoredVector(f"{at}.self_attn", "sinks", config.num_heads) if config.has_sinks else None
         self.slopes = AlibiSlopes(config.alibi_slopes) if config.alibi_slopes else None
+        self.gates = config.num_heads * self.head_dim if config.has_output_gate else 0
 
     @property
     def first(self) -> Linear:
@@ -263,7 +265,11 @@ class Attention(nn.Module):
         if self.sinks is not None or self.slopes is not None:
             sinks, slopes = (None if one is None else one.weight for one in (self.sinks, self.slopes))
             spec = replace(spec, sinks=sinks, slopes=slopes)
-        return attend(self.layer, self._heads(self.qkv(x), angles), spec)
+        product = self.qkv(x)
+        if not self.gates:
+            return attend(self.layer, self._heads(product, angles), spec)
+        mixed = attend(self.layer, self._heads(product[:, self.gates :], angles), spec)
+        return unquantized(gated_norm(mixed, product[:, : self.gates], GatedNorm("sigmoid"), mixed.dtype))
 
     def _heads(self, product: Tensor, angles: RopeAngles | None) -> QkvHeads:
         sizes = (product, self.num_heads, self.num_kv_heads, self.head_dim)
@@ -336,6 +342,54 @@ class ShortConvolution(nn.Module):
             QkvHeads(product, blocks, blocks // 2, self.head_dim),
             AttentionSpec(1.0, filters=self.filters.weight),
         )
+
+
+class RecurrentMixer(nn.Module):
+    """A layer with a recurrent state: the gated delta rule, or Mamba-2. The state is elsewhere, so `attend` computes it.
+
+    With the delta rule a product of its own, in FP32, says what the state keeps and takes in.
+    """
+
+    def __init__(self, config: ModelConfig, recurrent: RecurrentConfig, layer: int) -> None:
+        super().__init__()
+        at, sizes = f"model.layers.{layer}.{recurrent.name}", recurrent.sizes
+        assert recurrent.layers[layer], "the layer has a state"
+        self.layer, self.recurrent, self.sizes = sum(recurrent.layers[:layer]), recurrent, sizes
+        products = [linear_of(product, layer) for product in mixer_products(config, layer)]
+        self.first, self.inputs, self.out = products[0], products[-2], products[-1]
+        self.filters = Filters(f"{at}.conv1d", sizes.width, sizes.channels)
+        self.bias = StoredVector(f"{at}.conv1d", "bias", sizes.channels) if recurrent.conv_bias else None
+        self.rates, self.step_bias = Rates(at, "A_log", sizes.heads), StoredVector(at, "dt_bias", sizes.heads)
+        self.skips = None if sizes.has_delta else StoredVector(at, "D", sizes.heads)
+        self.norm = StoredVector(f"{at}.norm", "weight", recurrent.norm_weights) if recurrent.norm_size else None
+
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
+        """Map x [tokens, hidden] to [tokens, heads * value_size]; there are no positions."""
+        assert isinstance(attend, AttendWithStates), "only such a runner has states"
+        inputs, gates = self._inputs(x)
+        weights = (one if one is None else one.weight for one in (self.bias, self.rates, self.step_bias, self.skips))
+        bias, rates, step_bias, skips = weights
+        assert rates is not None and step_bias is not None, "all layers have them"
+        recurrence = Recurrence(
+            self.sizes, self.filters.weight, bias, rates, step_bias, skips, self.recurrent.step_limits
+        )
+        mixed = attend.recur(self.layer, inputs, recurrence)
+        weight, recurrent = None if self.norm is None else self.norm.weight, self.recurrent
+        norm = GatedNorm("silu", recurrent.norm_size, weight, recurrent.norm_eps, recurrent.gates_first)
+        return unquantized(gated_norm(mixed, gates, norm, gates.dtype))
+
+    def _inputs(self, x: Activations) -> tuple[RecurrentInputs, Tensor]:
+        """Return what the recurrence reads, and the gates."""
+        heads, channels, values = self.sizes.heads, self.sizes.channels, self.sizes.values
+        if not self.sizes.has_delta:
+            product = self.first(x)
+            gates, end = product[:, :values], values + channels
+            return RecurrentInputs(product[:, values:end], product[:, end : end + heads]), gates
+        rows = unquantized(x)
+        scales, group = self.first.multiply_wide(rows), self.inputs.activation_group(len(rows))
+        product = self.inputs(rows if group is None else quantize(rows, group))
+        inputs = RecurrentInputs(product[:, :channels], scales[:, heads : 2 * heads], scales[:, :heads])
+        return inputs, product[:, channels : channels + values]
 
 
 class DecoderMLP(nn.Module):
@@ -471,7 +525,11 @@ class ExpertsApart(nn.Module):
         return total
 
 
-def attention_of(config: ModelConfig, layer: int, dtype: torch.dtype) -> Attention | LatentAttention | ShortConvolution:
+def attention_of(
+    config: ModelConfig, layer: int, dtype: torch.dtype
+) -> Attention | LatentAttention | ShortConvolution | RecurrentMixer:
+    if config.recurrent is not None and config.has_state(layer):
+        return RecurrentMixer(config, config.recurrent, layer)
     if config.convolution is not None and config.has_convolution(layer):
         return ShortConvolution(config, config.convolution, layer)
     if config.latent is None:
@@ -546,69 +604,27 @@ class DecoderLayer(nn.Module):
         return result
 
 
-def _scaled(norm: NormConfig, factor: float) -> NormConfig:
-    """Return the norm of x as a norm of factor · x."""
-    return replace(norm, eps=norm.eps * factor**2)
+class BranchLayer(nn.Module):
+    """A layer of the placement `single`: attention, a state or an MLP, with a norm before it."""
 
-
-class StreamMatrix(StoredVector):
-    """A matrix from which the factors between streams follow."""
-
-    def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set all elements to 0: with any other value streams could grow from layer to layer without bound."""
-        super().fill(0.0, device)
-
-
-class StreamMixer(nn.Module):
-    """Predicts the streams that a layer finds, and corrects them by its result, sqrt(2) times the first stream."""
-
-    def __init__(self, config: ModelConfig, altup: AltUpConfig, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        at, size, streams = f"model.layers.{layer}.altup", config.hidden_size, altup.num_streams
-        self.size, self.dtype = size, dtype
-        self.router = Linear((f"{at}.modality_router",), size, streams)
-        self.before, self.after = (
-            Norm(f"{at}.router_norm", size, _scaled(config.norm, factor), dtype, gain=1 / size)
-            for factor in (1.0, 1 / _ROOT_HALF)
-        )
-        self.predictions = StreamMatrix(f"{at}.prediction_coefs", "weight", streams**2, streams)
-        self.corrections = StreamMatrix(f"{at}.correction_coefs", "weight", streams, streams)
-        self.factors = StoredVector(at, "correct_output_scale", size)
+        self.attention = attention_of(config, layer, dtype) if config.has_mixer(layer) else None
+        self.mlp = mlp_of(config, layer) if self.attention is None else None
+        branch = self.attention or self.mlp
+        assert branch is not None, "one of both is there"
+        self.norm = Norm(f"model.layers.{layer}.input_layernorm", config.hidden_size, config.norm, dtype, branch.first)
 
-    def predict(self, states: Tensor) -> None:
-        predict_streams(states, self._mix(self.before, states[:, : self.size], self.predictions))
-
-    def correct(self, states: Tensor, activated: Tensor, feeds: Linear) -> Activations:
-        """Correct the streams by activated [tokens, size], and return the scaled first one as the input of a product."""
-        mix = self._mix(self.after, activated, self.corrections)
-        correction = Correction(activated, _ROOT_HALF, self.factors.weight)
-        return correct_streams(states, mix, correction, self.dtype, feeds.activation_group(len(states)))
-
-    def _mix(self, norm: Norm, x: Tensor, weights: StoredVector) -> StreamMix:
-        rows = norm(x)
-        assert isinstance(rows, Tensor), "a norm that feeds no product returns a tensor"
-        return StreamMix(self.router.multiply_wide(rows), weights.weight, self.size)
-
-
-class LowRankBranch(nn.Module):
-    """The branch beside attention (LAuReL, arXiv 2411.07501): x + norm(right left x), x being the norm of the stream."""
-
-    def __init__(self, config: ModelConfig, altup: AltUpConfig, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        at, size, norm = f"model.layers.{layer}", config.hidden_size, config.norm
-        self.left = Linear((f"{at}.laurel.linear_left",), size, altup.laurel_rank)
-        self.right = Linear((f"{at}.laurel.linear_right",), altup.laurel_rank, size)
-        self.norm = Norm(f"{at}.input_layernorm", size, norm, dtype, self.left)
-        self.plain_norm = Norm(f"{at}.input_layernorm", size, norm)  # the other may be divided by smooth scales
-        self.last_norm = Norm(f"{at}.laurel.post_laurel_norm", size, norm)
-
-    def add_to(self, stream: Tensor) -> None:
-        """Add the branch of stream [tokens, size] to it."""
-        left = self.left(self.norm(stream))
-        group = self.right.activation_group(len(left))
-        right = self.right(left if group is None else quantize(left, group))
-        self.plain_norm.add_to(stream, stream)
-        self.last_norm.add_to(stream, right)
+    def forward(self, hidden: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
+        """Run the layer on hidden [tokens, hidden], overwritten; `rows` are needed after it (None: all)."""
+        mixed = None if self.attention is None else self.attention(self.norm(hidden), angles, attend)
+        if rows is not None:
+            hidden, mixed = gather(hidden, rows), None if mixed is None else gather(mixed, rows)
+        if self.attention is not None and mixed is not None:
+            self.attention.out.add_to(hidden, mixed)
+        elif self.mlp is not None:
+            self.mlp.add_to(hidden, self.norm(hidden))
+        return hidden
 
 
 class LayerInput(nn.Module):
@@ -631,96 +647,3 @@ class LayerInput(nn.Module):
         product = self.projection(gate_with(self.gate(first), own, self.activation, group))
         for stream in self.streams:
             self.norm.add_to(states[:, stream * self.size : (stream + 1) * self.size], product, factor)
-
-
-class AltUpLayer(nn.Module):
-    """Attention and MLP with norms around them, which read and change the first of several streams.
-
-    The sum of the stream, attention and the branch beside it is divided by sqrt(2): by what reads the sum, whose norm
-    does not change, and by the correction.
-    """
-
-    def __init__(self, config: ModelConfig, altup: AltUpConfig, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        at, size, norm = f"model.layers.{layer}", config.hidden_size, config.norm
-        self.size = size
-        self.mixer = StreamMixer(config, altup, layer, dtype)
-        self.attention, self.mlp = Attention(config, layer, dtype), DecoderMLP(config, layer)
-        self.branch, self.input = LowRankBranch(config, altup, layer, dtype), LayerInput(config, altup, layer)
-        self.attention_norm = Norm(f"{at}.input_layernorm", size, norm, dtype, self.attention.first)
-        self.mixed_norm = Norm(f"{at}.post_attention_layernorm", size, norm)
-        doubled = _scaled(norm, 1 / _ROOT_HALF)
-        self.mlp_norm = Norm(f"{at}.pre_feedforward_layernorm", size, doubled, dtype, self.mlp.first)
-        self.gated_norm = Norm(f"{at}.post_feedforward_layernorm", size, norm, gain=1 / _ROOT_HALF)
-
-    def forward(self, states: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
-        """Run the layer on states [tokens, width], overwritten; `rows` are needed after it (None: all)."""
-        self.mixer.predict(states)
-        mixed = self.attention(self.attention_norm(states[:, : self.size]), angles, attend)
-        if rows is not None:
-            states, mixed = gather(states, rows), gather(mixed, rows)
-        stream = contiguous(states[:, : self.size])
-        self.branch.add_to(stream)
-        self.mixed_norm.add_to(stream, self.attention.out(mixed))
-        self.gated_norm.add_to(stream, self.mlp(self.mlp_norm(stream)))
-        self.input.add_to(states, self.mixer.correct(states, stream, self.input.gate))
-        return states
-
-
-class AltUpEntry(nn.Module):
-    """The states before the first layer: products of the embeddings beside them, and what each layer reads.
-
-    A layer reads the mean of a row of `table` and the norm of a product, times sqrt(2).
-    """
-
-    def __init__(self, config: ModelConfig, altup: AltUpConfig, table: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        size, width = config.hidden_size, altup.input_size
-        self.size, self.width, self.dtype, self.table = size, width, dtype, table
-        self.end = altup.num_streams * size
-        sources = tuple(f"model.altup_projections.{number}" for number in range(altup.num_streams - 1))
-        self.streams = Linear(sources, size, len(sources) * size) if sources else None
-        self.inputs = Linear(("model.per_layer_model_projection",), size, config.num_layers * width)
-        # The product is divided by sqrt(size) before its norm.
-        norm = _scaled(config.norm, math.sqrt(size))
-        self.norm = Norm("model.per_layer_projection_norm", width, norm, gain=_ROOT_HALF)
-
-    def forward(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
-        """Return the states [tokens, width] of tokens with these embeddings FP32 [tokens, size]."""
-        inputs: Tensor = self.table(token_ids)
-        self.norm.add_to(inputs.view(-1, self.width), self._product(self.inputs, embedded).view(-1, self.width))
-        states = empty_rows(embedded, self.end + inputs.shape[1])
-        copy_rows(states[:, : self.size], embedded)
-        copy_rows(states[:, self.end :], inputs)
-        if self.streams is None:
-            return states
-        streams = self._product(self.streams, embedded)
-        for first in range(self.size, self.end, self.size):
-            part = streams[:, first - self.size : first]
-            match_rows(states[:, first : first + self.size], part, embedded, _MAGNITUDE_FLOOR)
-        return states
-
-    def _product(self, linear: Linear, embedded: Tensor) -> Tensor:
-        result: Tensor = linear(convert_rows(embedded, self.dtype, linear.activation_group(len(embedded))))
-        return result
-
-
-class AltUpExit(nn.Module):
-    def __init__(self, config: ModelConfig, altup: AltUpConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.size, self.dtype = config.hidden_size, dtype
-        self.streams = nn.ModuleList(
-            Linear((f"model.altup_unembed_projections.{number}",), config.hidden_size, config.hidden_size)
-            for number in range(altup.num_streams - 1)
-        )
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Return the sum FP32 [tokens, size] of the streams in states [tokens, width]."""
-        first = states[:, : self.size]
-        total = contiguous(first)
-        for number, linear in enumerate(self.streams, 1):
-            assert isinstance(linear, Linear), "the list holds products"
-            rows = states[:, number * self.size : (number + 1) * self.size]
-            product = linear(convert_rows(rows, self.dtype, linear.activation_group(len(rows))))
-            match_rows(total, product, first, _MAGNITUDE_FLOOR, add=True)
-        return total

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer_config import AltUpConfig, LatentConfig, NormConfig
+from app.models.decoders.layer_config import AltUpConfig, LatentConfig, NormConfig, RecurrentConfig
 from armature_kernels.linear.layout import PANEL_OUTPUTS
 
 Shape = tuple[int, ...]
@@ -16,6 +17,7 @@ APART_NORMS = (
     *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
 )
 _STREAM_MATRICES = (".altup.prediction_coefs", ".altup.correction_coefs")
+_STATE_SCALES = tuple(f".linear_attn.in_proj_{part}" for part in ("ba", "b", "a"))
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Shape]:
@@ -28,10 +30,7 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
         shapes.update(_norm("model.embed_norm", config.norm, size))
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}"
-        shapes.update((f"{at}.{name}", shape) for name, shape in _mixer(config, layer))
-        shapes.update((f"{at}.{name}", shape) for name, shape in _mlp(config, layer))
-        for name in norms_of(config):
-            shapes.update((f"{at}.{tensor}", shape) for tensor, shape in _norm(name, config.norm, size))
+        shapes.update((f"{at}.{name}", shape) for name, shape in _layer(config, layer))
         if config.layer_factors:
             shapes[f"{at}.layer_scalar"] = (1,)
         if config.altup is not None:
@@ -70,7 +69,8 @@ def dense_products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
     """Yield the shapes of `products_of` that every token passes, without `narrow_products`."""
     for layer in range(config.num_layers):
         for product in mixer_products(config, layer):
-            yield (sum(product.rows), product.inputs), product.bias
+            if not is_router(product.sources[0]):
+                yield (sum(product.rows), product.inputs), product.bias
         inner = config.inner_size(layer)
         if config.experts is not None and config.has_experts(layer):
             inner = config.experts.shared_size
@@ -94,6 +94,9 @@ def router_weights(config: ModelConfig) -> int:
         count = sum(experts.layers) * (experts.routing.num_experts + experts.shared_gate)
     if config.altup is not None and config.altup.num_streams > 1:
         count += config.num_layers * PANEL_OUTPUTS  # packed, the outputs fill a panel
+    if config.recurrent is not None and config.recurrent.sizes.has_delta:
+        outputs = -(-2 * config.recurrent.sizes.heads // PANEL_OUTPUTS) * PANEL_OUTPUTS
+        count += sum(config.recurrent.layers) * outputs
     return count * config.hidden_size
 
 
@@ -115,8 +118,12 @@ def is_expert(source: str) -> bool:
 
 
 def is_router(source: str) -> bool:
-    """Return True for the weights of a router, of experts or of streams, which are not quantized."""
-    return source.endswith((".mlp.gate", ".mlp.shared_expert_gate", ".altup.modality_router", *_STREAM_MATRICES))
+    """Return True for the weights of a router, of experts or of streams, and of what a state decays and takes in.
+
+    They are not quantized.
+    """
+    names = (".mlp.gate", ".mlp.shared_expert_gate", ".altup.modality_router", *_STREAM_MATRICES, *_STATE_SCALES)
+    return f".{source}".endswith(names)
 
 
 def narrow_products(config: ModelConfig) -> dict[str, Shape]:
@@ -154,22 +161,42 @@ class Product(NamedTuple):
 def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
     """Return the products of a layer's attention, or of its convolution, as computed; the last one is the output's."""
     hidden, heads = config.hidden_size, config.heads(layer)
+    if not config.has_mixer(layer):
+        return ()
     if config.has_convolution(layer):
         return (
             Product(("conv.in_proj",), (3 * hidden,), hidden, bias=False),
             Product(("conv.out_proj",), (hidden,), hidden, bias=False),
         )
+    if config.recurrent is not None and config.has_state(layer):
+        return _recurrent_products(config, config.recurrent)
     if config.latent is not None:
         return _latent_products(config, config.latent)
-    queries, keys = config.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    gates, keys = config.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    queries = gates * (1 + config.has_output_gate)
     rows = (queries + 2 * keys,) if config.fused_qkv else (queries, keys, keys)
-    out = Product(("self_attn.o_proj",), (hidden,), queries, config.output_bias)
-    if layer >= config.cache_layers:
+    out = Product(("self_attn.o_proj",), (hidden,), gates, config.output_bias)
+    if not config.writes_cache(layer):
         return Product(("self_attn.q_proj",), (queries,), hidden, config.qkv_bias), out
     sources = qkv_sources(config)
     if heads.keys_are_values:
         sources = (*sources[:2], sources[1])
     return Product(sources, rows, hidden, config.qkv_bias), out
+
+
+def _recurrent_products(config: ModelConfig, recurrent: RecurrentConfig) -> tuple[Product, ...]:
+    sizes, hidden, bias, at = recurrent.sizes, config.hidden_size, recurrent.product_bias, recurrent.name
+    out = Product((f"{at}.out_proj",), (hidden,), sizes.values, bias)
+    if not sizes.has_delta:
+        return Product((f"{at}.in_proj",), (sizes.values + sizes.channels + sizes.heads,), hidden, bias), out
+    scales, inputs = {"b": sizes.heads, "a": sizes.heads}, {"qkv": sizes.channels, "z": sizes.values}
+    if recurrent.is_fused:
+        scales, inputs = {"ba": 2 * sizes.heads}, {"qkvz": sizes.channels + sizes.values}
+    first, second = (
+        Product(tuple(f"{at}.in_proj_{part}" for part in parts), tuple(parts.values()), hidden, bias)
+        for parts in (scales, inputs)
+    )
+    return first, second, out
 
 
 def _latent_products(config: ModelConfig, latent: LatentConfig) -> tuple[Product, ...]:
@@ -188,7 +215,7 @@ def _latent_products(config: ModelConfig, latent: LatentConfig) -> tuple[Product
 def mlp_name(config: ModelConfig, layer: int) -> str | None:
     """Return the name in a layer of the MLP that every token passes; None if there are only experts."""
     if config.experts is None or not config.has_experts(layer) or config.experts.apart:
-        return "mlp"
+        return "mlp" if config.inner_size(layer) else None
     return "mlp.shared_expert" if config.experts.shared_size else None
 
 
@@ -204,6 +231,8 @@ def norms_of(config: ModelConfig) -> tuple[str, ...]:
     match config.placement:
         case "pre":
             return ("input_layernorm", "post_attention_layernorm")
+        case "single":
+            return ("input_layernorm",)
         case "parallel":
             return ("input_layernorm",) if config.shares_norm else ("input_layernorm", "post_attention_layernorm")
         case "post":
@@ -233,6 +262,10 @@ def norm_elements(config: ModelConfig) -> int:
 
 def _head_elements(config: ModelConfig, layer: int) -> int:
     """Return the number of elements of the norms of a layer's heads, or of its short rows, and of its sinks."""
+    if not config.has_mixer(layer):
+        return 0
+    if config.recurrent is not None and config.has_state(layer):
+        return sum(math.prod(shape) for _, shape in _recurrent_vectors(config.recurrent))
     heads, norm = config.heads(layer), config.head_norm
     count = config.num_heads * config.has_sinks
     if config.latent is not None:
@@ -240,7 +273,7 @@ def _head_elements(config: ModelConfig, layer: int) -> int:
     if norm is None:
         return count
     count += norm.num_weights(config.num_heads, heads.head_dim)
-    if layer < config.cache_layers:  # keys that are read from other layers have no norm
+    if config.writes_cache(layer):  # keys that are read from other layers have no norm
         count += norm.num_weights(heads.num_kv_heads, heads.head_dim) + norm.values * heads.head_dim
     return count
 
@@ -269,12 +302,23 @@ def _norm(name: str, norm: NormConfig, size: int) -> Iterator[tuple[str, Shape]]
         yield f"{name}.bias", (size,)
 
 
+def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
+    if config.has_mixer(layer):
+        yield from _mixer(config, layer)
+    yield from _mlp(config, layer)
+    for name in norms_of(config):
+        yield from _norm(name, config.norm, config.hidden_size)
+
+
 def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     for product in mixer_products(config, layer):
         for name, count in zip(product.sources, product.rows, strict=True):
             yield from _linear(name, count, product.inputs, product.bias)
     if config.convolution is not None and config.has_convolution(layer):
         yield "conv.conv.weight", (config.hidden_size, 1, config.convolution.width)
+        return
+    if config.recurrent is not None and config.has_state(layer):
+        yield from _recurrent_vectors(config.recurrent)
         return
     if config.latent is not None:
         yield "self_attn.kv_a_layernorm.weight", (config.latent.rank,)
@@ -285,8 +329,21 @@ def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     if config.head_norm is not None and config.head_norm.has_weight:
         heads = config.heads(layer)
         yield "self_attn.q_norm.weight", (config.head_norm.num_weights(config.num_heads, heads.head_dim),)
-        if layer < config.cache_layers:
+        if config.writes_cache(layer):
             yield "self_attn.k_norm.weight", (config.head_norm.num_weights(heads.num_kv_heads, heads.head_dim),)
+
+
+def _recurrent_vectors(recurrent: RecurrentConfig) -> Iterator[tuple[str, Shape]]:
+    at, sizes = recurrent.name, recurrent.sizes
+    yield f"{at}.conv1d.weight", (sizes.channels, 1, sizes.width)
+    if recurrent.conv_bias:
+        yield f"{at}.conv1d.bias", (sizes.channels,)
+    yield f"{at}.dt_bias", (sizes.heads,)
+    yield f"{at}.A_log", (sizes.heads,)
+    if not sizes.has_delta:
+        yield f"{at}.D", (sizes.heads,)
+    if recurrent.norm_size:
+        yield f"{at}.norm.weight", (recurrent.norm_weights,)
 
 
 def _altup_layer(config: ModelConfig, altup: AltUpConfig) -> Iterator[tuple[str, Shape]]:
@@ -314,6 +371,8 @@ def _altup_around(config: ModelConfig, altup: AltUpConfig) -> Iterator[tuple[str
 
 def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     experts = config.experts
+    if mlp_name(config, layer) is None and not config.has_experts(layer):
+        return
     if experts is None or not config.has_experts(layer):
         yield from _one_mlp(config, "mlp", config.inner_size(layer))
         return

@@ -9,6 +9,7 @@ from functools import cache
 
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import DECODER_FAMILIES
+from app.models.decoders.layer_config import RecurrentConfig
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 EXPERT_PRODUCTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -25,6 +26,8 @@ def our_name(config: ModelConfig, stored: str) -> str | None:
             break
     for part, ours in family.parts.items():
         stored = stored.replace(part, ours)
+    if config.experts is None:  # then the expert that all tokens share is the MLP
+        stored = stored.replace(".mlp.shared_expert.", ".mlp.")
     stem, _, kind = stored.rpartition(".")
     number = _NUMBER.search(f".{stem}.")
     layer = "" if number is None else number.group()
@@ -38,8 +41,9 @@ def our_name(config: ModelConfig, stored: str) -> str | None:
 def is_unused(config: ModelConfig, name: str) -> bool:
     """Return True for what would make keys and values, by our name, in a layer that reads those of another layer."""
     number = _NUMBER.search(name)
-    shares = number is not None and config.cache_layers <= int(number.group()) < config.num_layers
-    return shares and any(f".self_attn.{part}." in name for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
+    if number is None or not config.num_layers - config.shared_kv_layers <= int(number.group()) < config.num_layers:
+        return False
+    return any(f".self_attn.{part}." in name for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
 
 
 def is_computed(config: ModelConfig, stored: str) -> bool:
@@ -72,6 +76,28 @@ class HeadRows:
         return _stored_rows(self)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """The order in which a file has rows: for each of `groups`, those of each of `parts` in turn.
+
+    Here all rows of a part follow each other, and the parts are in the order of `places`.
+    """
+
+    groups: int
+    parts: tuple[int, ...]
+    places: tuple[int, ...]
+
+    def stored_rows(self) -> tuple[int, ...]:
+        """Return the row in the file of each row here."""
+        whole, firsts = sum(self.parts), [sum(self.parts[:place]) for place in range(len(self.parts))]
+        return tuple(
+            group * whole + firsts[place] + row
+            for place in self.places
+            for group in range(self.groups)
+            for row in range(self.parts[place])
+        )
+
+
 @cache
 def _stored_rows(order: HeadRows) -> tuple[int, ...]:
     return tuple(
@@ -97,8 +123,12 @@ def _elements(order: HeadRows, is_value: bool) -> Iterator[int]:
         yield 2 * (element % half) + element // half if element < 2 * half else element
 
 
-def head_rows(config: ModelConfig, name: str) -> HeadRows | None:
+def head_rows(config: ModelConfig, name: str) -> HeadRows | GroupedRows | None:
     """Return the order of the stored rows of a tensor, by our name; None: as here."""
+    if config.has_output_gate and name.endswith((".self_attn.q_proj.weight", ".self_attn.q_proj.bias")):
+        return GroupedRows(config.num_heads, (config.head_dim, config.head_dim), (1, 0))
+    if config.recurrent is not None and ".linear_attn.in_proj_" in name:
+        return _state_rows(config.recurrent, name.rpartition(".")[0].rpartition("_")[2])
     rope = next((rope for rope in config.ropes if rope is not None), None)
     rotated = rope.dim if config.interleaved_rope and rope is not None else 0
     blocks = {"stacked": 1, "grouped": config.num_kv_heads, "quarters": 4}[config.qkv_layout]
@@ -116,6 +146,15 @@ def head_rows(config: ModelConfig, name: str) -> HeadRows | None:
     if part in ("k_proj", "k_norm"):
         return HeadRows(config.num_kv_heads, 0, config.head_dim, rotated=rotated)
     return None
+
+
+def _state_rows(recurrent: RecurrentConfig, product: str) -> GroupedRows | None:
+    sizes = recurrent.sizes
+    shared = sizes.heads // sizes.key_heads
+    values = shared * sizes.value_size
+    if product == "qkvz":
+        return GroupedRows(sizes.key_heads, (sizes.key_size, sizes.key_size, values, values), (0, 1, 2, 3))
+    return GroupedRows(sizes.key_heads, (shared, shared), (0, 1)) if product == "ba" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from app.models.decoders.decoder import Embedding, build_decoder_model
 from app.models.decoders.layers import AlibiSlopes, Filters, HeadNorm, Norm, StoredVector
 from app.models.decoders.shapes import norm_elements, tensors_of
 from armature_kernels.linear.linear import Linear
-from tiny_checkpoints import ARCHITECTURES, OTHERS, config_values
+from tiny_checkpoints import ARCHITECTURES, OTHERS, RECURRENT, config_values
 
 
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("architecture", (*ARCHITECTURES, *OTHERS))
+@pytest.mark.parametrize("architecture", (*ARCHITECTURES, *OTHERS, *RECURRENT))
 def test_modules_want_exactly_the_tensors_listed(architecture: str, biases: bool) -> None:
     values = config_values(architecture, tie_word_embeddings=False, attention_bias=biases, mlp_bias=biases)
     config = ModelConfig.from_hf(values)
@@ -43,7 +43,7 @@ def test_modules_want_exactly_the_tensors_listed(architecture: str, biases: bool
     assert wanted == Counter(list(shapes))
 
 
-@pytest.mark.parametrize("architecture", (*ARCHITECTURES, *OTHERS))
+@pytest.mark.parametrize("architecture", (*ARCHITECTURES, *OTHERS, *RECURRENT))
 def test_elements_in_fp32_are_counted_as_the_modules_hold_them(architecture: str) -> None:
     config = ModelConfig.from_hf(config_values(architecture))
     model = build_decoder_model(config, torch.float32, config.max_model_len, torch.device("cpu"))

@@ -1,0 +1,193 @@
+"""Layers with a recurrent state: the gated delta rule (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060).
+
+Before both is a short convolution. The state of a sequence has a constant size: the last inputs of the convolution, and a
+matrix for each head. It is fp32 and changes in place, so an operation runs once for each token; tokens are computed one
+after the other, and a result does not depend on the parts in which a prompt came.
+
+`csrc/recur.h` has the kernels of a CPU. The functions whose names end in `_torch` are the reference implementation and
+serve elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armature_kernels.attention.recurrent_sizes import STATE_COLUMNS, RecurrentSizes
+from armature_kernels.linear.activations import ROW_DTYPES
+from armature_kernels.native.arguments import OpCode, RecurArguments, RecurInputsArguments
+from armature_kernels.native.memory import Int64Buffer, empty
+from armature_kernels.native.operations import has_kernel, run_operation
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """The parameters of one layer, fp32.
+
+    `filters` [width, channels], the last one for a token's own position; `bias` [channels]. With
+    step = softplus(step_scale * x + step_bias) within `step_limits`, a head's state decays by e^(-rates * step) [heads].
+    `skips` [heads] times values are added to the result.
+    """
+
+    sizes: RecurrentSizes
+    filters: Tensor
+    bias: Tensor | None
+    rates: Tensor
+    step_bias: Tensor
+    skips: Tensor | None = None
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    step_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentInputs:
+    """What a layer's products make of a step's tokens.
+
+    `channels` [tokens, channels]; `steps` and, with the delta rule, `betas` [tokens, heads].
+    """
+
+    channels: Tensor
+    steps: Tensor
+    betas: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """Rows `[first, first + num_tokens)` of the batch, from position `start` of the sequence in this slot."""
+
+    first: int
+    num_tokens: int
+    start: int
+    slot: int
+
+
+class StateStep:
+    """The sequences of one step, at a fixed address (`state_step` in csrc/ops.h)."""
+
+    def __init__(self, num_sequences: int = 64) -> None:
+        self.runs: Sequence[StateRun] = ()
+        self._buffer = Int64Buffer(1 + 4 * num_sequences)
+
+    @property
+    def address(self) -> int:
+        """Address of the C structure."""
+        return self._buffer.address
+
+    @property
+    def stays(self) -> bool:
+        """True if the next step is described at the same address."""
+        return self._buffer.stays
+
+    def fill(self, runs: Sequence[StateRun]) -> None:
+        """Describe the next step."""
+        self.runs = runs
+        self._buffer.fill([len(runs), *(value for run in runs for value in _fields(run))])
+
+
+def _fields(run: StateRun) -> tuple[int, int, int, int]:
+    return run.first, run.num_tokens, run.start, run.slot
+
+
+def recur(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, step: StateStep) -> Tensor:
+    """Return the result fp32 [tokens, heads * value_size] of a layer, and change the states of the step's sequences.
+
+    Args:
+        inputs: The tokens of the step.
+        layer: The parameters.
+        states: The layer's states of all slots, fp32 [slots, state_elements].
+        step: The sequences.
+    """
+    if not supports_recurrence(inputs):
+        return recur_torch(inputs, layer, states, step.runs)
+    sizes, tokens = layer.sizes, len(inputs.channels)
+    mixed, scales = empty((tokens, sizes.channels), torch.float32), empty((tokens, 2 * sizes.heads), torch.float32)
+    slot_stride, first = states.stride(0), states.data_ptr()
+    wide, wide_steps = (one.dtype == torch.float32 for one in (inputs.channels, inputs.steps))
+    rows = (inputs.channels.data_ptr(), inputs.steps.data_ptr(), _address(inputs.betas), step.address)
+    weights = (layer.filters.data_ptr(), _address(layer.bias), layer.rates.data_ptr(), layer.step_bias.data_ptr())
+    strides = (inputs.channels.stride(0), inputs.steps.stride(0), slot_stride)
+    counts = (sizes.channels, sizes.heads, sizes.width, wide, wide_steps)
+    numbers = (*layer.step_limits, layer.step_scale)
+    results = (mixed.data_ptr(), scales.data_ptr(), first)
+    run_operation(RecurInputsArguments(*rows, *results, *weights, *strides, *counts, *numbers), mixed.numel())
+    out = empty((tokens, sizes.values), torch.float32)
+    reads = (mixed.data_ptr(), scales.data_ptr(), _address(layer.skips), step.address)
+    matrices = first + 4 * sizes.tail_elements
+    shape = (sizes.heads, sizes.key_heads, sizes.key_size, sizes.value_size, sizes.has_delta)
+    run_operation(
+        RecurArguments(*reads, out.data_ptr(), matrices, slot_stride, sizes.channels, *sizes.places, *shape),
+        out.numel() * sizes.key_size,
+    )
+    return out
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def supports_recurrence(inputs: RecurrentInputs) -> bool:
+    """Return True if the native kernels read these rows."""
+    given = [one for one in (inputs.channels, inputs.steps, inputs.betas) if one is not None]
+    plain = all(one.dtype in ROW_DTYPES and one.stride(1) == 1 and one.device.type == "cpu" for one in given)
+    return plain and has_kernel(OpCode.RECUR_INPUTS) and has_kernel(OpCode.RECUR)
+
+
+def recur_torch(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, runs: Sequence[StateRun]) -> Tensor:
+    """Compute `recur` by torch."""
+    sizes = layer.sizes
+    steps = F.softplus(inputs.steps.float() * layer.step_scale + layer.step_bias).clamp(*layer.step_limits)
+    decays = torch.exp(-layer.rates * steps)
+    factors = steps if inputs.betas is None else inputs.betas.float().sigmoid()
+    out = torch.empty(len(steps), sizes.values, device=states.device)
+    for run in runs:
+        own, state = slice(run.first, run.first + run.num_tokens), states[run.slot]
+        if run.start == 0:
+            state[: sizes.state_elements] = 0
+        mixed = _convolved(inputs.channels[own].float(), layer, state)
+        out[own] = _recurred(mixed, decays[own], factors[own], layer, state)
+    return out
+
+
+def _convolved(x: Tensor, layer: Recurrence, state: Tensor) -> Tensor:
+    before, channels = layer.sizes.width - 1, layer.sizes.channels
+    tail = state[: before * channels].view(before, channels)
+    whole = torch.cat((tail, x))
+    tail.copy_(whole[len(x) :])
+    sums = (whole.unfold(0, before + 1, 1).transpose(1, 2) * layer.filters).sum(1)
+    return F.silu(sums if layer.bias is None else sums + layer.bias)
+
+
+def _recurred(mixed: Tensor, decays: Tensor, factors: Tensor, layer: Recurrence, state: Tensor) -> Tensor:
+    sizes = layer.sizes
+    stored = state[sizes.tail_elements : sizes.state_elements].view(sizes.heads, -1, sizes.key_size, STATE_COLUMNS)
+    matrix = stored.transpose(1, 2).flatten(2)[..., : sizes.value_size].clone()
+    query, key, value = (
+        mixed[:, place : place + size].view(len(mixed), heads, -1)
+        for place, size, heads in zip(
+            sizes.places,
+            (sizes.keys, sizes.keys, sizes.values),
+            (sizes.key_heads, sizes.key_heads, sizes.heads),
+            strict=True,
+        )
+    )
+    if sizes.has_delta:
+        query, key = (one * torch.rsqrt(one.square().sum(-1, keepdim=True) + 1e-6) for one in (query, key))
+        query = query * sizes.key_size**-0.5
+    query, key = (one.repeat_interleave(sizes.heads // sizes.key_heads, 1) for one in (query, key))
+    results = []
+    for at in range(len(mixed)):
+        matrix *= decays[at, :, None, None]
+        known = torch.einsum("hk,hkv->hv", key[at], matrix) if sizes.has_delta else 0.0
+        matrix += key[at, :, :, None] * ((value[at] - known) * factors[at, :, None])[:, None]
+        results.append(torch.einsum("hk,hkv->hv", query[at], matrix))
+    padded = F.pad(matrix, (0, stored.shape[1] * STATE_COLUMNS - sizes.value_size))
+    stored.copy_(padded.view(sizes.heads, sizes.key_size, -1, STATE_COLUMNS).transpose(1, 2))
+    result = torch.stack(results)
+    if layer.skips is not None:
+        result += value * layer.skips[:, None]
+    return result.flatten(1)

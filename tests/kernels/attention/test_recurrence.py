@@ -1,0 +1,170 @@
+"""Recurrent layers against transformers' functions and the reference: at every level, for each dtype, in any parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs, StateRun, StateStep, recur, recur_torch
+from armature_kernels.attention.recurrent_sizes import RecurrentSizes
+from armature_kernels.elementwise.norms import GatedNorm, gated_norm, gated_norm_torch
+from armature_kernels.linear.activations import QuantizedActivations, RowGroups, unpack_tiles
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
+from native_levels import at_level, levels
+
+LEVELS = levels()
+DELTA, ODD_DELTA = RecurrentSizes(4, 2, 128, 128, 4, True), RecurrentSizes(6, 2, 20, 36, 3, True)
+SCAN, ODD_SCAN = RecurrentSizes(8, 1, 64, 64, 4, False), RecurrentSizes(6, 3, 13, 10, 2, False)
+SIZES = [DELTA, ODD_DELTA, SCAN, ODD_SCAN]
+# Two prompts, one of them continued, and decodes between them.
+RUNS = [StateRun(0, 1, 9, 2), StateRun(1, 7, 0, 0), StateRun(8, 1, 30, 4), StateRun(9, 5, 3, 1), StateRun(14, 1, 0, 3)]
+
+
+def layer_of(sizes: RecurrentSizes) -> Recurrence:
+    made = torch.Generator().manual_seed(sizes.heads)
+    filters, bias = (
+        torch.randn(sizes.width, sizes.channels, generator=made),
+        torch.randn(sizes.channels, generator=made),
+    )
+    rates, steps = torch.rand(sizes.heads, generator=made) * 4, torch.randn(sizes.heads, generator=made)
+    if sizes.has_delta:
+        return Recurrence(sizes, filters, None, rates, steps)
+    return Recurrence(sizes, filters, bias, rates, steps, torch.randn(sizes.heads, generator=made), (0.05, 3.0), 0.7)
+
+
+def inputs_of(sizes: RecurrentSizes, tokens: int, dtype: torch.dtype) -> RecurrentInputs:
+    made = torch.Generator().manual_seed(tokens)
+    wide = torch.randn(tokens, sizes.channels + sizes.heads + 3, generator=made).to(dtype)
+    steps = wide[:, sizes.channels : sizes.channels + sizes.heads]
+    betas = torch.randn(tokens, 2 * sizes.heads, generator=made).to(dtype)
+    inputs = RecurrentInputs(wide[:, : sizes.channels], steps)
+    return replace(inputs, steps=betas[:, sizes.heads :], betas=betas[:, : sizes.heads]) if sizes.has_delta else inputs
+
+
+def states_of(sizes: RecurrentSizes, slots: int = 5) -> Tensor:
+    """States of earlier tokens; padding is zero, as the kernels leave it."""
+    known, before = torch.full((slots, sizes.state_elements + 16), torch.nan)[:, : sizes.state_elements], StateStep()
+    inputs, layer = inputs_of(sizes, 4 * slots, torch.float32), layer_of(sizes)
+    before.fill([StateRun(4 * slot, 4, 0, slot) for slot in range(slots)])
+    recur_torch(inputs, layer, known, before.runs)
+    return known
+
+
+def step_of(runs: Sequence[StateRun]) -> StateStep:
+    step = StateStep(2)  # a step with more sequences than expected
+    step.fill(runs)
+    return step
+
+
+@pytest.mark.parametrize("sizes", [DELTA, ODD_DELTA], ids=["even", "odd"])
+def test_the_delta_rule_equals_transformers(sizes: RecurrentSizes) -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next as reference
+
+    layer, inputs, tokens = layer_of(sizes), inputs_of(sizes, 70, torch.float32), 70
+    mixed = reference.causal_conv1d_fn(inputs.channels.T[None], layer.filters.T.contiguous(), None, "silu")[0].T
+    query, key, value = mixed.split((sizes.keys, sizes.keys, sizes.values), 1)
+    assert inputs.betas is not None
+    expected, _ = reference.torch_chunk_gated_delta_rule(
+        query.reshape(1, tokens, sizes.key_heads, -1),
+        key.reshape(1, tokens, sizes.key_heads, -1),
+        value.reshape(1, tokens, sizes.heads, -1),
+        (-layer.rates * torch.nn.functional.softplus(inputs.steps + layer.step_bias))[None],
+        inputs.betas.sigmoid()[None],
+        use_qk_l2norm_in_kernel=True,
+    )
+    states = torch.empty(1, sizes.state_elements)
+    found = recur_torch(inputs, layer, states, [StateRun(0, tokens, 0, 0)])
+    torch.testing.assert_close(found, expected[0].flatten(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [SCAN, ODD_SCAN], ids=["even", "odd"])
+def test_the_scan_equals_transformers(sizes: RecurrentSizes) -> None:
+    from transformers.models.bamba import modeling_bamba as reference
+
+    layer, inputs, tokens = layer_of(sizes), inputs_of(sizes, 70, torch.float32), 70
+    mixed = reference.causal_conv1d_fn(inputs.channels.T[None], layer.filters.T.contiguous(), layer.bias, "silu")[0].T
+    value, key, query = mixed.split((sizes.values, sizes.keys, sizes.keys), 1)
+    expected = reference.mamba2_chunk_scan(
+        value.reshape(1, tokens, sizes.heads, -1),
+        inputs.steps[None] * layer.step_scale,
+        -layer.rates,
+        key.reshape(1, tokens, sizes.key_heads, -1),
+        query.reshape(1, tokens, sizes.key_heads, -1),
+        chunk_size=16,
+        D=layer.skips,
+        dt_bias=layer.step_bias,
+        dt_softplus=True,
+        dt_limit=layer.step_limits,
+    )
+    states = torch.empty(1, sizes.state_elements)
+    found = recur_torch(inputs, layer, states, [StateRun(0, tokens, 0, 0)])
+    torch.testing.assert_close(found, expected[0].flatten(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not LEVELS, reason="no native library")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES, ids=["delta", "odd-delta", "scan", "odd-scan"])
+def test_the_kernels_equal_the_reference(level: str, dtype: torch.dtype, sizes: RecurrentSizes) -> None:
+    layer, inputs, expected_states = layer_of(sizes), inputs_of(sizes, 15, dtype), states_of(sizes)
+    states = expected_states.clone()
+    expected = recur_torch(inputs, layer, expected_states, RUNS)
+    with at_level(level):
+        assert has_kernel(OpCode.RECUR)
+        found = recur(inputs, layer, states, step_of(RUNS))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states, expected_states, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not LEVELS, reason="no native library")
+@pytest.mark.parametrize("sizes", [ODD_DELTA, ODD_SCAN], ids=["delta", "scan"])
+def test_a_prompt_in_parts_has_the_bits_of_the_whole(sizes: RecurrentSizes) -> None:
+    layer, inputs, tokens = layer_of(sizes), inputs_of(sizes, 12, torch.bfloat16), 12
+    whole, states = torch.empty(1, sizes.state_elements), torch.empty(2, sizes.state_elements)
+    expected = recur(inputs, layer, whole, step_of([StateRun(0, tokens, 0, 0)]))
+    for cut in range(1, tokens):
+        parts = []
+        for first, end in ((0, cut), (cut, tokens)):
+            rows = [None if one is None else one[first:end] for one in (inputs.channels, inputs.steps, inputs.betas)]
+            assert rows[0] is not None and rows[1] is not None
+            part = RecurrentInputs(rows[0], rows[1], rows[2])
+            parts.append(recur(part, layer, states, step_of([StateRun(0, end - first, first, 1)])))
+        assert torch.equal(torch.cat(parts), expected)
+        assert torch.equal(states[1, sizes.tail_elements :], whole[0, sizes.tail_elements :])
+
+
+NORMS = {
+    "each head": (GatedNorm("silu", 36, torch.rand(36) + 0.5, 1e-6), 216),
+    "groups": (GatedNorm("silu", 20, torch.rand(60) + 0.5, 1e-5, gate_first=True), 60),
+    "one group": (GatedNorm("silu", 1536, torch.rand(1536) + 0.5, 1e-5, gate_first=True, gate_scale=0.7), 1536),
+    "no norm": (GatedNorm("silu", 0, torch.rand(100), gate_scale=1.3), 100),
+    "a gate alone": (GatedNorm("sigmoid"), 1100),
+}
+
+
+@pytest.mark.skipif(not LEVELS, reason="no native library")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NORMS)
+def test_gated_norms_equal_the_reference(level: str, dtype: torch.dtype, name: str) -> None:
+    norm, size = NORMS[name]
+    made = torch.Generator().manual_seed(size)
+    x, gates = torch.randn(5, size, generator=made), torch.randn(5, size + 3, generator=made).to(dtype)[:, :size]
+    expected = gated_norm_torch(x, gates, norm)
+    with at_level(level):
+        assert has_kernel(OpCode.GATED_NORM)
+        found = gated_norm(x, gates, norm, dtype)
+        codes = gated_norm(x, gates, norm, dtype, RowGroups(32))
+        assert isinstance(found, torch.Tensor) and isinstance(codes, QuantizedActivations)
+        whole, scales = unpack_tiles(codes)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+    rounded = (whole * scales[..., None]).flatten(1)[:, :size]
+    assert float((rounded - expected).abs().max()) <= float(scales.max()) * 0.51
+    assert math.isfinite(float(scales.sum()))

@@ -1,0 +1,56 @@
+"""Recurrent states in a plan: memory for each sequence at a time, and what cannot be reused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from app.errors import PlanImpossible
+from app.hardware.facts import Needs
+from planned_machines import GIB, machine, plan
+
+MIB = 2**20
+NEEDS = Needs(
+    kind="decoder",
+    architecture="Qwen3_5ForCausalLM",
+    num_parameters=800_000_000,
+    weight_bytes=1_600_000_000,
+    bytes_by_precision={"fp32": 3_200_000_000, "bf16": 1_600_000_000, "int8": 900_000_000, "int4": 500_000_000},
+    kv_elements_per_token=12_288,
+    max_model_len=32_768,
+    num_layers=24,
+    hidden_size=1024,
+    vocab_size=248_320,
+    stored_dtype="bf16",
+    num_kv_heads=2,
+    num_kv_layers=6,
+    state_bytes=20 * MIB,
+)
+
+
+def test_the_states_of_the_sequences_at_a_time_are_counted() -> None:
+    made = plan(machine(), NEEDS)
+    running = made.memory.max_running_seqs
+    assert made.memory.state_bytes == (running + 1) * 20 * MIB
+    assert "20 MiB for each sequence" in made.decisions["state_bytes"].reason
+    without = plan(machine(), dataclasses.replace(NEEDS, state_bytes=0))
+    assert without.memory.state_bytes == 0 and without.memory.kv_cache_bytes > made.memory.kv_cache_bytes
+
+
+def test_few_sequences_run_where_their_states_are_large() -> None:
+    small = machine(memory=4 * GIB)
+    made = plan(small, dataclasses.replace(NEEDS, state_bytes=200 * MIB), precision="int4")
+    assert 1 <= made.memory.max_running_seqs < 10
+    assert "Half of the memory" in made.decisions["max_running_seqs"].reason
+    with pytest.raises(PlanImpossible, match="state of one sequence takes 200"):
+        plan(small, dataclasses.replace(NEEDS, state_bytes=200 * MIB), precision="int4", max_running_seqs=32)
+
+
+def test_nothing_that_needs_an_earlier_state_is_on() -> None:
+    made = plan(machine(), NEEDS)
+    assert not made.steps.speculation and "cannot go back" in made.decisions["speculation"].reason
+    with pytest.raises(PlanImpossible, match="prompt_cache is set, but a recurrent state cannot go back"):
+        plan(machine(), NEEDS, prompt_cache="/nowhere")
+    with pytest.raises(PlanImpossible, match="draft_model is set, but a recurrent state cannot go back"):
+        plan(machine(), dataclasses.replace(NEEDS, draft=NEEDS), draft_model="/nowhere")
