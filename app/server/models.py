@@ -87,8 +87,10 @@ class ModelEntry:
 
     @property
     def stage(self) -> str:
-        if self.state in ("ready", "unloaded", "unloading"):
+        if self.state in ("unloaded", "unloading"):
             return self.state
+        if self.state == "ready":
+            return self.serving.service.stage
         return self.reason or self.serving.service.stage
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.server import engine_process
 from app.server import models as registry_module
+from app.server.engine_process import EngineProcess
 from tests.live.live_server import PATIENCE, until
 from tests.live.several_models import LiveModels, several
 from tiny_checkpoints import write_checkpoint
@@ -195,14 +199,19 @@ def test_the_least_recently_used_one_is_unloaded_if_memory_is_short(embed: Path,
         assert server.states() == {"one": "unloaded", "two": "ready", "three": "ready"}
 
 
-def test_a_worker_that_fails_is_started_again_while_others_serve(tiny: Path, embed: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(registry_module, "FIRST_RETRY_SECONDS", 0.05)
+def test_an_engine_that_is_killed_is_started_again_while_others_serve(
+    tiny: Path, embed: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(engine_process, "FIRST_DELAY_SECONDS", 0.05)
     with several({"tiny": tiny, "embed": embed}) as server:
-        before = server.registry.entries[0].serving
-        before.worker.error = RuntimeError("the device is gone")  # the thread ends after the next command
-        server.post("/v1/completions", model="tiny", prompt="a", max_tokens=1)
-        until(lambda: server.registry.entries[0].serving is not before and server.states()["tiny"] == "ready")
+        engine = server.registry.entries[0].serving.worker
+        assert isinstance(engine, EngineProcess) and engine.pid is not None
+        killed = engine.pid
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: server.states()["tiny"] == "loading")
         embeds(server, "embed")
+        until(lambda: server.states()["tiny"] == "ready")
+        assert engine.pid != killed
         assert server.post("/v1/completions", model="tiny", prompt="a", max_tokens=1).status_code == 200
         assert not server.fatal
 

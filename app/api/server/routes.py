@@ -66,8 +66,10 @@ def _ready_models(models: Models) -> Reply[ReadinessStatus]:
     """Report readiness of several models: ready once those of the start are ready or have failed, and one serves."""
     states: dict[str, ModelStatus] = {}
     for entry in models.entries:
-        states[entry.name] = {"state": entry.state}
-        if entry.state in ("loading", "failed"):
+        # An engine that has ended is started again while its model stays loaded.
+        state = "loading" if entry.state == "ready" and not entry.runtime.service.ready else entry.state
+        states[entry.name] = {"state": state}
+        if state in ("loading", "failed"):
             states[entry.name]["stage"] = entry.stage
     if models.ready:
         return Reply({"status": "ready", "models": states})
