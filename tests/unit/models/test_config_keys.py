@@ -86,10 +86,10 @@ def test_values_that_the_family_does_not_follow_are_refused(
     (name,) = values
     (tmp_path / "config.json").write_text(json.dumps(config_values(architecture, **values)))
     with pytest.raises(CheckpointInvalid, match=f"{name} is .*, which this architecture does not have here"):
-        read_model_config(tmp_path)
+        read_model_config(tmp_path, "native")
     for neutral in (*REFUSED[name], None):
         (tmp_path / "config.json").write_text(json.dumps(config_values(architecture, **{name: neutral})))
-        read_model_config(tmp_path)
+        read_model_config(tmp_path, "native")
 
 
 def test_unknown_names_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
