@@ -112,7 +112,7 @@ def test_a_file_of_a_snapshot_is_handed_over(cache: Path) -> None:
             "is an address; a model of Hugging Face's hub is given by its name: org/name.",
         ),
         ("hf://org/name", "given by its name: org/name."),
-        ("bret", "bret is neither a directory or file here, nor a name: bert, minilm. Did you mean bert?"),
+        ("bret", "bret is neither a directory or file here, nor a name: demo, bert, minilm. Did you mean bert?"),
         ("Tiny-Llama", "Did you mean org/tiny-llama? A model of Hugging Face's hub is given as ORG/NAME."),
         ("org/tiny-lama", "the hub's cache does not have it. Did you mean org/tiny-llama? armature pull org/tiny-lama"),
         ("else/where", "else/where is no directory here, and the hub's cache does not have it. armature pull else/"),
