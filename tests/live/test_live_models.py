@@ -233,7 +233,9 @@ def test_the_example_of_retrieval_runs_with_an_unchanged_client(
 ) -> None:
     pytest.importorskip("openai")
     program = (root / "examples/clients/several_models.py").read_text(encoding="utf-8")
-    exec(compile(program.replace("http://127.0.0.1:8000", models.url), "several_models.py", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(program.replace("http://127.0.0.1:8000", models.url), "several_models.py", "exec"), names)
+    names["client"].close()
     best, answer = capsys.readouterr().out.split("\n", 1)
     assert best in ("Foxes live in dens.", "The tenant pays on the first of each month.", "Whales breathe air.")
     assert answer.strip()
