@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from typing import Any
 
 import torch
@@ -21,15 +20,7 @@ from app.backends.base import HostBackend
 from app.engine.decoder.adapters import AdapterSlots
 from app.engine.decoder.kv_cache import KvCache
 from app.engine.sampling.sampler import Sampler, TokenMasks, sample_top_logits, score_prompts, top_logits_request
-from app.engine.scheduler.batch import (
-    Batch,
-    CompletedStep,
-    InFlightStep,
-    LogitRow,
-    SampledTokens,
-    ScheduledSpan,
-    logit_rows_of,
-)
+from app.engine.scheduler.batch import Batch, LogitRow, RunsAtOnce, SampledTokens, ScheduledSpan, logit_rows_of
 from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, QkvHeads, split_into_decodes
@@ -54,7 +45,7 @@ HIDDEN_ROWS = TopLogitsRequest(0)  # in place of top logits in the shape of a st
 RecordedShape = tuple[int, int, TopLogitsRequest | None]  # tokens, rows of logits, required top logits
 
 
-class CpuDecoderRunner:
+class CpuDecoderRunner(RunsAtOnce):
     """The decode runner of a CPU, for the worker thread only.
 
     With `max_queries_together` the result of a sequence does not depend on the batch, not even in one bit: at most that
@@ -94,21 +85,6 @@ class CpuDecoderRunner:
     @property
     def is_native(self) -> bool:
         return isinstance(self.model, DecoderReplay) and self.model.is_native
-
-    def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
-        """Compute the step at once: on the CPU, the caller has nothing else to do meanwhile."""
-        assert after is None, "the CPU runner launches no step ahead"
-        return CompletedStep(batch, self.run(batch))
-
-    def wait(self, in_flight: InFlightStep) -> Items[SampledTokens]:
-        assert isinstance(in_flight, CompletedStep), "the step must come from this runner"
-        return in_flight.samples
-
-    def can_run_ahead(self, batch: Batch) -> bool:
-        return False
-
-    def survives(self, error: Exception) -> bool:
-        return False
 
     def run(self, batch: Batch) -> list[SampledTokens]:
         """Compute a batch and return the samples of each row that samples, in order of spans and positions."""

@@ -402,6 +402,28 @@ class CompletedStep:
     samples: Items[SampledTokens]
 
 
+class RunsAtOnce:
+    """The part of a runner that computes each step when it is launched: the processor has nothing else to do meanwhile."""
+
+    def run(self, batch: Batch) -> Items[SampledTokens]:
+        """Compute a batch and return the samples of each row that samples, in order of spans and positions."""
+        raise NotImplementedError
+
+    def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
+        assert after is None, "no step is launched ahead"
+        return CompletedStep(batch, self.run(batch))
+
+    def wait(self, in_flight: InFlightStep) -> Items[SampledTokens]:
+        assert isinstance(in_flight, CompletedStep), "the step must come from this runner"
+        return in_flight.samples
+
+    def can_run_ahead(self, batch: Batch) -> bool:
+        return False
+
+    def survives(self, error: Exception) -> bool:
+        return False
+
+
 def active_samples(batch: Batch, active: Batch, samples: Items[SampledTokens]) -> Items[SampledTokens]:
     """Return the samples of the rows whose sequences are still `active` (`Batch.active`)."""
     if active is batch:

@@ -21,15 +21,7 @@ from app.backends.selection import HOST_BACKENDS, select_device_backend, select_
 from app.engine.build import BuildRequest, BuiltEngine, prepare_device
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.sampling.sampler import Sampler, TokenMasks
-from app.engine.scheduler.batch import (
-    Batch,
-    CompletedStep,
-    InFlightStep,
-    SampledTokens,
-    ScheduledSpan,
-    logit_rows_of,
-    make_sequence,
-)
+from app.engine.scheduler.batch import Batch, RunsAtOnce, SampledTokens, ScheduledSpan, logit_rows_of, make_sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
@@ -67,7 +59,7 @@ class GenerationEngine(DecoderEngine):
         return super().add(request)
 
 
-class GenerationRunner:
+class GenerationRunner(RunsAtOnce):
     """Computes batches of the scheduler, each prompt alone and decodes in batches, if `batches`.
 
     `takes_chunks`: a prompt may be computed in parts; otherwise it is computed at once, when its last part is due.
@@ -82,20 +74,6 @@ class GenerationRunner:
         self._sampler = sampler
         self._masks = TokenMasks(sampler.vocab_size)
         self._groups: list[Rows] = []
-
-    def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
-        assert after is None, "no step is launched ahead"
-        return CompletedStep(batch, self.run(batch))
-
-    def wait(self, in_flight: InFlightStep) -> Items[SampledTokens]:
-        assert isinstance(in_flight, CompletedStep), "the step must come from this runner"
-        return in_flight.samples
-
-    def can_run_ahead(self, batch: Batch) -> bool:
-        return False
-
-    def survives(self, error: Exception) -> bool:
-        return False
 
     def run(self, batch: Batch) -> list[SampledTokens]:
         """Compute a batch and return the samples of each row that samples, in order of the spans."""
