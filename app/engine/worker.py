@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = Literal["loading", "ready", "failed", "stopped"]
 
+# Interval at which Python switches threads: the longest wait for a busy worker thread, of the event loop and of the thread
+# that reads commands.
+SWITCH_SECONDS = 0.001
 # Number of consecutive failed steps after which the device is checked. A device that no longer computes is the
 # only reason to end the thread: a client could send requests that fail by themselves indefinitely.
 MAX_FAILED_STEPS = 3

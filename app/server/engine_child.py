@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.engine.worker import Callbacks, Worker
+from app.engine.worker import SWITCH_SECONDS, Callbacks, Worker
 from app.errors import ArmatureError, RequestError, ServingFailed
 from app.messages import Abort, Event, Generate, GrammarSource, RequestFailed, Stop
 from app.metrics.instruments import Metrics
@@ -254,6 +254,7 @@ def _belong_to_server() -> None:
 def main() -> None:
     """Run the engine that the server describes, until it says `Stop` or has ended."""
     _belong_to_server()
+    sys.setswitchinterval(SWITCH_SECONDS)
     connection, page = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     channel = Channel(connection, is_engine=True)
     commands: list[Any] = []

@@ -24,6 +24,7 @@ from app.api.access import ApiKeys
 from app.api.connection_limits import RESERVED_CONNECTIONS, ConnectionLimits
 from app.api.http_protocol import BoundedProtocol, ProtocolFactory, protocol_factory
 from app.api.routing import OTHER
+from app.engine.worker import SWITCH_SECONDS
 from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.hardware.decision import format_bytes, format_count
 from app.models.encoders.config import EncoderConfig
@@ -46,8 +47,6 @@ _LOOPBACK = {"//0.0.0.0:": "//127.0.0.1:", "//[::]:": "//[::1]:"}
 AUTO_CONNECTIONS = 4_096  # each takes about 20 KB while it is idle
 # The process's own: the model's files, the log, sockets and threads, and the connections of probes.
 RESERVED_FILES = 40 + RESERVED_CONNECTIONS
-# Interval at which Python switches threads: the longest wait of the event loop for a busy worker thread.
-SWITCH_SECONDS = 0.001
 STOP_SECONDS = 4.5  # from the end of draining to the end of the process, at most
 EXIT_SECONDS = 1.0  # from the end of serving to the end of the process, at most
 

@@ -27,7 +27,7 @@ from typing import Any
 import uvicorn
 
 from app.api.routing import ApiRuntime
-from app.engine.worker import Callbacks, Engine, Worker
+from app.engine.worker import SWITCH_SECONDS, Callbacks, Engine, Worker
 from app.errors import RequestError
 from app.hardware.step_times import StepTimes, StepTimeTable
 from app.messages import (
@@ -52,7 +52,7 @@ from app.server.engine_child import HostedEngine, fail
 from app.server.engine_host import EngineReady, HostMessage
 from app.server.engine_process import EngineProcess
 from app.server.log_output import log_to_stderr
-from app.server.process import SWITCH_SECONDS, server_config
+from app.server.process import server_config
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServingLimits
 from app.service.service import Service
 from app.settings import Settings, load_settings
