@@ -74,14 +74,14 @@ export class Sidebar {
     }
   }
 
-  /** Show what has changed elsewhere, unless the reader is about to change a row. */
+  /** Show what has changed elsewhere: as soon as the reader is not about to change a row. */
   refreshSoon() {
     this.timer ??= setTimeout(() => ((this.timer = null), this.refresh(true)), 200);
   }
 
   async refresh(keepsForm = false) {
     const isChanging = () => keepsForm && this.list.querySelector("form, [aria-expanded=true]");
-    if (isChanging()) return;
+    if (isChanging()) return this.refreshSoon();
     const asked = ++this.asked;
     let found;
     try {
@@ -90,7 +90,8 @@ export class Sidebar {
       this.note.replaceChildren(errorBox(error));
       return;
     }
-    if (asked !== this.asked || isChanging()) return; // More was typed, or a row was opened, meanwhile.
+    if (asked !== this.asked) return; // More was typed meanwhile.
+    if (isChanging()) return this.refreshSoon(); // A row was opened meanwhile.
     const focused = this.list.contains(document.activeElement) && document.activeElement.closest("[data-id]")?.dataset.id;
     this.list.replaceChildren(...found.slice(0, this.most).map((each) => this.row(each)));
     if (focused) this.entryOf(focused)?.focus();

@@ -469,13 +469,13 @@ def test_the_list_covers_a_phone_until_a_conversation_is_chosen(visit: Visits, d
 
 def test_a_late_refresh_of_the_list_leaves_an_open_row_alone(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder, viewport=WIDE)
+    page.clock.install()  # the list waits for this clock before it shows a change
     answer_with(page, {"content": "A pear."})
     for text in ("About apples", "About bread"):
         page.get_by_role("button", name="New", exact=True).click()
         send(page, text)
         wait_for_answers(page)
     wait(page, lambda: rows(page) == ["About bread", "About apples"])
-    page.clock.install()  # the list waits for this clock before it shows a change
     page.get_by_role("button", name="New", exact=True).click()
     send(page, "About cake")
     wait_for_answers(page)
@@ -485,6 +485,24 @@ def test_a_late_refresh_of_the_list_leaves_an_open_row_alone(visit: Visits, deco
     page.clock.run_for(1000)
     page.get_by_label("Title").press("Enter")
     wait(page, lambda: rows(page) == ["About cake", "About bread", "Fruit"])
+
+
+def test_a_change_that_came_while_a_row_was_open_is_shown_when_it_is_closed(visit: Visits, decoder: LiveServer) -> None:
+    page = visit(decoder, viewport=WIDE)
+    page.clock.install()
+    answer_with(page, {"content": "A pear."})
+    send(page, "About apples")
+    wait_for_answers(page)
+    wait(page, lambda: rows(page) == ["About apples"])
+    row = actions_of(page, "About apples")
+    page.get_by_role("button", name="New", exact=True).click()
+    send(page, "About bread")
+    wait_for_answers(page)
+    for _ in range(10):
+        page.clock.run_for(300)  # the list would show the change now
+    assert rows(page) == ["About apples"]
+    row.get_by_role("button", name="Rename, export or delete").click()
+    wait(page, lambda: rows(page) == ["About bread", "About apples"])
 
 
 def test_a_late_refresh_of_the_list_leaves_a_question_and_the_focus_alone(visit: Visits, decoder: LiveServer) -> None:
