@@ -353,7 +353,8 @@ typedef struct {
 } expert_weights;
 
 /* hidden [rows, down.outputs] fp32 += the sum over j < k, in this order, of weights[i, j] times expert ids[i, j] of x[i]:
- * down(act(gate x) * up x), gate and up being the halves of one product. x [rows, inputs] is bf16 or, if `wide`, fp32;
+ * down(act(gate x) * up x), gate and up being the halves of one product, or down(act(up x)) if that product has no more
+ * outputs than `down` has inputs. x [rows, inputs] is bf16 or, if `wide`, fp32;
  * row strides in elements. ids and weights [rows, k] are read when the operation runs, and each expert's weights are read
  * once for all of its rows. `scratch` has `armature_experts_scratch` bytes. */
 typedef struct {

@@ -69,8 +69,8 @@ class ModelConfig:
     the same window. `full_heads`: layers with full attention have other heads of keys and values. `layer_factors`: the
     result of a layer is multiplied by a stored number. `recurrent`: some layers have a recurrent state in place of
     attention. `has_output_gate`: the result of attention is multiplied by the sigmoid of gates, which the product of
-    queries computes too. `mixers`: the layers with attention or a state, in a model whose layers have one branch; the inner
-    size of the others is in `inner_sizes`.
+    queries computes too, or if `gates_apart` a product of their own. `mixers`: the layers with attention or a state, in a
+    model whose layers have one branch; the inner size of the others is in `inner_sizes`.
     """
 
     architecture: str
@@ -121,6 +121,7 @@ class ModelConfig:
     layer_factors: bool = False
     recurrent: RecurrentConfig | None = None
     has_output_gate: bool = False
+    gates_apart: bool = False
     mixers: tuple[bool, ...] = ()
 
     @property

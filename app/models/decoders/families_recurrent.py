@@ -187,13 +187,9 @@ def _branches(count: int, mixers: tuple[bool, ...], inner: int) -> Fields:
 
 
 def nemotron_h(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the kind of each layer: Mamba-2, attention or an MLP."""
+    """Read the kind of each layer: Mamba-2, attention, an MLP or experts."""
     words = layer_words(config)
-    if "moe" in words:
-        raise CheckpointInvalid(f"{config.where}: experts without gates are not offered.")
-    for name in _OF_EXPERTS:
-        config.values.get(name)  # without experts they say nothing
-    known = {*_WORDS, "mlp"}
+    known = {*_WORDS, "mlp", "moe"}
     if not known.issuperset(words):
         raise CheckpointInvalid(f"{config.where}: layers of the kinds {sorted({*words} - known)} are not known.")
     values.refuse(config, "mamba_hidden_act", "silu", "another activation of its convolutions than silu")
@@ -201,7 +197,11 @@ def nemotron_h(config: ConfigReader, fields: Fields) -> Fields:
     least = config.number("time_step_min", 0.001)
     if "recurrent" in found:
         found["recurrent"] = replace(found["recurrent"], step_limits=(least, math.inf))
-    mixers = tuple(word != "mlp" for word in words)
+    for name in _OF_EXPERTS:
+        config.values.get(name)  # without experts they say nothing
+    if "moe" in words:
+        found |= expert_values.nemotron_h(config, fields, tuple(word == "moe" for word in words))
+    mixers = tuple(word in _WORDS for word in words)
     return {**found, **_branches(len(words), mixers, fields["intermediate_size"])}
 
 
@@ -267,8 +267,9 @@ RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
     ),
     "NemotronHForCausalLM": DecoderFamily(
         model_type="nemotron_h",
-        title="Nemotron-H and Nemotron Nano 2 (without experts)",
+        title="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
         aliases={
+            "n_routed_experts": "num_local_experts",
             "mamba_n_heads": "mamba_num_heads",
             "mamba_d_head": "mamba_head_dim",
             "mamba_n_groups": "n_groups",
@@ -291,6 +292,7 @@ RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
             **{f".mixer.{part}": f".mamba.{part}" for part in _MAMBA_PARTS},
             **{f".mixer.{part}_proj.": f".self_attn.{part}_proj." for part in "qkvo"},
             ".mixer.": ".mlp.",
+            ".mlp.shared_experts.": ".mlp.shared_expert.",
         },
         names=_BACKBONE_NAMES,
         ignored=("mtp.",),

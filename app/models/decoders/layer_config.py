@@ -132,7 +132,7 @@ class AltUpConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """A mixture of experts in place of the MLP of some layers: gated MLPs with an inner size of `size`.
+    """A mixture of experts in place of the MLP of some layers: MLPs like it with an inner size of `size`.
 
     Every token also passes a shared expert of `shared_size`, unless that is 0; with `shared_gate` its result is
     multiplied by the sigmoid of a further output of the router, else by `shared_scale`. With `selection_bias` a stored bias is added to the

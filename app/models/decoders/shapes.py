@@ -83,7 +83,7 @@ def expert_products_of(config: ModelConfig) -> Iterator[Shape]:
     """Yield the shapes of the products of one expert, for each layer that has experts."""
     if config.experts is not None:
         for _ in filter(None, config.experts.layers):
-            yield 2 * config.experts.size, config.hidden_size
+            yield (1 + config.is_gated) * config.experts.size, config.hidden_size
             yield config.hidden_size, config.experts.size
 
 
@@ -173,7 +173,8 @@ def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
     if config.latent is not None:
         return _latent_products(config, config.latent)
     gates, keys = config.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-    queries = gates * (1 + config.has_output_gate)
+    apart = config.has_output_gate and config.gates_apart
+    queries = gates * (1 + (config.has_output_gate and not apart))
     rows = (queries + 2 * keys,) if config.fused_qkv else (queries, keys, keys)
     out = Product(("self_attn.o_proj",), (hidden,), gates, config.output_bias)
     if not config.writes_cache(layer):
@@ -181,6 +182,8 @@ def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
     sources = qkv_sources(config)
     if heads.keys_are_values:
         sources = (*sources[:2], sources[1])
+    if apart:
+        sources, rows = ("self_attn.gate_proj", *sources), (gates, *rows)
     return Product(sources, rows, hidden, config.qkv_bias), out
 
 
