@@ -163,6 +163,83 @@ def granite_hybrid(config: ConfigReader, fields: Fields) -> Fields:
     return {**found, **expert_values.checked_experts(config, experts)}
 
 
+def olmo_hybrid(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the delta rule of OLMo Hybrid, whose betas may reach 2, and whose norms are before the branches of its layers."""
+    count, heads = fields["num_layers"], fields["num_heads"]
+    default = ["linear_attention"] * count
+    default[-1:] = ["full_attention"]
+    default[_INTERVAL - 1 :: _INTERVAL] = ["full_attention"] * (count // _INTERVAL)
+    if count >= _INTERVAL and count % _INTERVAL:
+        default[-1] = "linear_attention"
+    values.refuse(config, "hidden_act", "silu", "another activation of its convolutions than silu")
+    key_heads = config.integer("linear_num_key_heads", heads)
+    key_size = config.integer("linear_key_head_dim", max(1, int(0.75 * fields["hidden_size"] / key_heads)))
+    sizes = RecurrentSizes(
+        config.integer("linear_num_value_heads", heads),
+        key_heads,
+        key_size,
+        config.integer("linear_value_head_dim", 2 * key_size),
+        config.integer("linear_conv_kernel_dim", 4),
+        has_delta=True,
+    )
+    words = _layers_with_state(config, fields) if config.has("layer_types") else tuple(_WORDS[one] for one in default)
+    recurrent = RecurrentConfig(
+        sizes,
+        words,
+        norm_size=sizes.value_size,
+        norm_weights=sizes.value_size,
+        norm_eps=1e-5,
+        beta_scale=2.0 if config.boolean("linear_allow_neg_eigval", True) else 1.0,
+        is_apart=True,
+    )
+    rope = config.values.get("rope_parameters")
+    rotates = not isinstance(rope, Mapping) or rope.get("rope_theta") is not None
+    ropes = fields["ropes"] if rotates else (None,) * count
+    return {**_recurrent(config, recurrent), "ropes": ropes, "state_placement": "pre"}
+
+
+def falcon_h1(config: ConfigReader, fields: Fields) -> Fields:
+    """Read layers with Mamba-2 beside attention. The factors of their parts become factors of weights."""
+    for name in ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"):
+        values.refuse(config, name, False, "biases beside the factors of the weights")
+    count, hidden, size = fields["num_layers"], fields["hidden_size"], fields["head_dim"]
+    found = mamba(config, fields, (True,) * count)
+    sizes: RecurrentSizes = found["recurrent"].sizes
+    if config.has("mamba_d_ssm") and config.integer("mamba_d_ssm") != sizes.values:
+        raise CheckpointInvalid(
+            f"{config.where}: mamba_d_ssm must be {sizes.values}, the size of all heads of Mamba-2."
+        )
+    gates_first = not config.boolean("mamba_norm_before_gate", True)
+    norm = {"gates_first": gates_first}
+    if not config.boolean("mamba_rms_norm", False):
+        norm = {"norm_size": 0, "norm_weights": 0}
+    found["recurrent"] = replace(found["recurrent"], beside=True, **norm)
+    attends, enters = (config.number(f"attention_{way}_multiplier", 1.0) for way in ("in", "out"))
+    gates, downs = config.numbers("mlp_multipliers", 2) if config.has("mlp_multipliers") else (1.0, 1.0)
+    parts = config.numbers("ssm_multipliers", 5) if config.has("ssm_multipliers") else (1.0,) * 5
+    first = config.number("ssm_in_multiplier", 1.0)
+    rows = (sizes.values, sizes.values, sizes.keys, sizes.keys, sizes.heads)
+    keys = size * fields["num_kv_heads"]
+    factors = {
+        "self_attn.q_proj": ((size * fields["num_heads"], attends),),
+        "self_attn.k_proj": ((keys, attends * config.number("key_multiplier", 1.0)),),
+        "self_attn.v_proj": ((keys, attends),),
+        "self_attn.o_proj": ((hidden, enters),),
+        "mamba.in_proj": tuple((each, first * part) for each, part in zip(rows, parts, strict=True)),
+        "mamba.out_proj": ((hidden, config.number("ssm_out_multiplier", 1.0)),),
+        "mlp.gate_proj": ((fields["intermediate_size"], gates),),
+        "mlp.down_proj": ((hidden, downs),),
+    }
+    return {
+        **found,
+        "embedding_scale": config.number("embedding_multiplier", 1.0),
+        "logit_scale": config.number("lm_head_multiplier", 1.0),
+        "weight_factors": tuple(
+            (f".{name}.weight", own) for name, own in factors.items() if any(factor != 1.0 for _, factor in own)
+        ),
+    }
+
+
 def mamba2(config: ConfigReader, fields: Fields) -> Fields:
     """Read a model without attention, which has no positions and no longest context. A token takes a few bytes all the same."""
     count = fields["num_layers"]
@@ -321,6 +398,31 @@ RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
         parts={".mixer.": ".mamba."},
         names=_BACKBONE_NAMES,
         is_hybrid=True,
+    ),
+    "OlmoHybridForCausalLM": DecoderFamily(
+        model_type="olmo_hybrid",
+        title="OLMo Hybrid",
+        head_norm=HeadNormConfig(scope="together"),
+        fields={"placement": "post"},
+        read=olmo_hybrid,
+        parts={
+            **{f".linear_attn.{part}_proj.": f".linear_attn.in_proj_{part}." for part in "qkvab"},
+            ".linear_attn.g_proj.": ".linear_attn.in_proj_z.",
+            ".linear_attn.o_proj.": ".linear_attn.out_proj.",
+            ".linear_attn.o_norm.": ".linear_attn.norm.",
+            ".attention_layer_norm.": ".input_layernorm.",
+            ".feedforward_layer_norm.": ".post_attention_layernorm.",
+        },
+        is_hybrid=True,
+    ),
+    "FalconH1ForCausalLM": DecoderFamily(
+        model_type="falcon_h1",
+        title="Falcon-H1",
+        eps=1e-5,
+        read=falcon_h1,
+        parts={".feed_forward.": ".mlp.", ".pre_ff_layernorm.": ".post_attention_layernorm."},
+        names={"model.final_layernorm": "model.norm"},
+        computed=(".mup_vector", ".rotary_emb.inv_freq"),
     ),
     "BambaForCausalLM": DecoderFamily(
         model_type="bamba",

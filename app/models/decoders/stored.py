@@ -9,7 +9,7 @@ from functools import cache
 
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import DECODER_FAMILIES
-from app.models.decoders.layer_config import RecurrentConfig
+from app.models.decoders.layer_config import RecurrentConfig, RowFactors
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 EXPERT_PRODUCTS = {
@@ -57,6 +57,11 @@ def is_computed(config: ModelConfig, stored: str) -> bool:
 def is_transposed(config: ModelConfig, name: str) -> bool:
     """Return True if a weight, by our name, is stored as [in, out]."""
     return DECODER_FAMILIES[config.architecture].transposed and name.endswith("_proj.weight")
+
+
+def row_factors(config: ModelConfig, name: str) -> RowFactors:
+    """Return the factors by which the rows of a stored weight are multiplied, by our name; none: as stored."""
+    return next((factors for end, factors in config.weight_factors if name.endswith(end)), ())
 
 
 @dataclass(frozen=True, slots=True)
