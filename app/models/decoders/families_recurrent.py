@@ -210,7 +210,7 @@ def falcon_h1(config: ConfigReader, fields: Fields) -> Fields:
             f"{config.where}: mamba_d_ssm must be {sizes.values}, the size of all heads of Mamba-2."
         )
     gates_first = not config.boolean("mamba_norm_before_gate", True)
-    norm = {"gates_first": gates_first}
+    norm: Fields = {"gates_first": gates_first}
     if not config.boolean("mamba_rms_norm", False):
         norm = {"norm_size": 0, "norm_weights": 0}
     found["recurrent"] = replace(found["recurrent"], beside=True, **norm)
