@@ -122,7 +122,13 @@ class ExpertStack:
 
 
 def run_experts_torch(
-    experts: Sequence[ExpertForms], hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str
+    experts: Sequence[ExpertForms],
+    hidden: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    activation: str,
+    has_gates: bool = True,
 ) -> None:
     """Add the sum of weights[i, j] times expert ids[i, j] of x[i] to row i of hidden, in the order of j.
 
@@ -133,18 +139,18 @@ def run_experts_torch(
         ids: int64 [tokens, top_k], all different within a row.
         weights: fp32 [tokens, top_k].
         activation: Of the gates, or of the inner values of experts without gates.
+        has_gates: Whether the first product of an expert is gates and ups.
     """
     results = torch.empty(*ids.shape, hidden.shape[1])
     for number, expert in enumerate(experts):
         rows, places = (ids == number).nonzero(as_tuple=True)
         if len(rows):
-            results[rows, places] = _run(expert, x[rows], activation).float()
+            results[rows, places] = _run(expert, x[rows], activation, has_gates).float()
     hidden += (results * weights[..., None]).sum(1)
 
 
-def _run(expert: ExpertForms, x: Tensor, activation: str) -> Tensor:
+def _run(expert: ExpertForms, x: Tensor, activation: str, has_gates: bool) -> Tensor:
     gate_up = expert.gate_up.multiply(x)
     group = expert.down.activation_group(len(gate_up))
-    has_gates = expert.gate_up.outputs > expert.down.inputs
     gated: Activations = (gate if has_gates else activate)(gate_up, activation, group)
     return expert.down.multiply(gated)

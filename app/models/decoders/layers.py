@@ -451,7 +451,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, layer: int) -> None:
         super().__init__()
         at, routing = f"model.layers.{layer}.mlp", experts.routing
-        self.routing, self.activation = routing, config.activation
+        self.routing, self.activation, self.is_gated = routing, config.activation, config.is_gated
         sources = (f"{at}.gate", *((f"{at}.shared_expert_gate",) if experts.shared_gate else ()))
         rows = (routing.num_experts, 1)[: len(sources)]
         self.router = Linear(sources, config.hidden_size, sum(rows), experts.router_bias, rows)
@@ -515,7 +515,7 @@ class MixtureOfExperts(nn.Module):
         if stack is not None:
             stack.add_to(hidden, rows, ids, weights, self.activation)
         else:
-            run_experts_torch(forms, hidden, rows, ids, weights, self.activation)
+            run_experts_torch(forms, hidden, rows, ids, weights, self.activation, self.is_gated)
 
 
 class ExpertsApart(nn.Module):

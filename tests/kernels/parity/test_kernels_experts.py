@@ -98,7 +98,8 @@ def test_experts_equal_the_reference(level: str, name: str) -> None:
             pytest.skip(f"{level} has no {name}")
         for hidden, inner, count, k in ((192, 96, 16, 4), (64, 96, 6, 3), (100, 44, 5, 3), (96, 64, 6, 3)):
             activation = {192: "silu", 96: "relu2"}.get(hidden, "swiglu_oai")
-            experts = _experts(name, hidden, inner, count, bias=activation != "silu", gates=activation != "relu2")
+            gates = activation != "relu2"
+            experts = _experts(name, hidden, inner, count, bias=activation != "silu", gates=gates)
             stack = ExpertStack.of(experts)
             assert stack is not None, "all forms are panels"
             for rows in (1, 7, 200):
@@ -106,7 +107,7 @@ def test_experts_equal_the_reference(level: str, name: str) -> None:
                 found = torch.randn(rows, hidden)
                 expected = found.clone()
                 stack.add_to(found, x, ids, weights, activation)
-                run_experts_torch(experts, expected, x, ids, weights, activation)
+                run_experts_torch(experts, expected, x, ids, weights, activation, gates)
                 # The reference rounds what is between the two products to the model's dtype.
                 tolerance = 1e-5 if dtype == torch.float32 else 0.02
                 assert (found - expected).abs().max() < tolerance * expected.abs().max()
