@@ -36,6 +36,7 @@ class ExpertForms(NamedTuple):
 
     gate_up: LinearForm
     down: LinearForm
+    has_gates: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,9 @@ class ExpertStack:
         """Return the stack of these experts; None if a form has no native operation."""
         if not has_kernel(OpCode.EXPERTS):
             return None
-        gate_up, down = (ProductStack.of(forms) for forms in zip(*experts, strict=True))
+        gate_up, down = (
+            ProductStack.of(forms) for forms in ([one.gate_up for one in experts], [one.down for one in experts])
+        )
         return None if gate_up is None or down is None else cls(gate_up, down)
 
     def add_to(self, hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
@@ -122,13 +125,7 @@ class ExpertStack:
 
 
 def run_experts_torch(
-    experts: Sequence[ExpertForms],
-    hidden: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    activation: str,
-    has_gates: bool = True,
+    experts: Sequence[ExpertForms], hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str
 ) -> None:
     """Add the sum of weights[i, j] times expert ids[i, j] of x[i] to row i of hidden, in the order of j.
 
@@ -139,18 +136,17 @@ def run_experts_torch(
         ids: int64 [tokens, top_k], all different within a row.
         weights: fp32 [tokens, top_k].
         activation: Of the gates, or of the inner values of experts without gates.
-        has_gates: Whether the first product of an expert is gates and ups.
     """
     results = torch.empty(*ids.shape, hidden.shape[1])
     for number, expert in enumerate(experts):
         rows, places = (ids == number).nonzero(as_tuple=True)
         if len(rows):
-            results[rows, places] = _run(expert, x[rows], activation, has_gates).float()
+            results[rows, places] = _run(expert, x[rows], activation).float()
     hidden += (results * weights[..., None]).sum(1)
 
 
-def _run(expert: ExpertForms, x: Tensor, activation: str, has_gates: bool) -> Tensor:
+def _run(expert: ExpertForms, x: Tensor, activation: str) -> Tensor:
     gate_up = expert.gate_up.multiply(x)
     group = expert.down.activation_group(len(gate_up))
-    gated: Activations = (gate if has_gates else activate)(gate_up, activation, group)
+    gated: Activations = (gate if expert.has_gates else activate)(gate_up, activation, group)
     return expert.down.multiply(gated)

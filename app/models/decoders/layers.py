@@ -451,7 +451,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, layer: int) -> None:
         super().__init__()
         at, routing = f"model.layers.{layer}.mlp", experts.routing
-        self.routing, self.activation, self.is_gated = routing, config.activation, config.is_gated
+        self.routing, self.activation = routing, config.activation
         sources = (f"{at}.gate", *((f"{at}.shared_expert_gate",) if experts.shared_gate else ()))
         rows = (routing.num_experts, 1)[: len(sources)]
         self.router = Linear(sources, config.hidden_size, sum(rows), experts.router_bias, rows)
@@ -507,15 +507,17 @@ class MixtureOfExperts(nn.Module):
     def _run(
         self, name: str, experts: Iterable[nn.Module], hidden: Tensor, rows: Tensor, ids: Tensor, weights: Tensor
     ) -> None:
-        forms = [ExpertForms(one.gate_up.form, one.down.form) for one in experts if isinstance(one, DecoderMLP)]
-        known = tuple(form for one in forms for form in one)
+        forms = [
+            ExpertForms(one.gate_up.form, one.down.form, one.is_gated) for one in experts if isinstance(one, DecoderMLP)
+        ]
+        known = tuple(form for one in forms for form in (one.gate_up, one.down))
         if name not in self._stacks or self._stacks[name][0] != known:  # forms change while weights are packed
             self._stacks[name] = (known, ExpertStack.of(forms))
         stack = self._stacks[name][1]
         if stack is not None:
             stack.add_to(hidden, rows, ids, weights, self.activation)
         else:
-            run_experts_torch(forms, hidden, rows, ids, weights, self.activation, self.is_gated)
+            run_experts_torch(forms, hidden, rows, ids, weights, self.activation)
 
 
 class ExpertsApart(nn.Module):

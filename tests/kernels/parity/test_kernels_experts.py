@@ -81,7 +81,7 @@ def _experts(name: str, hidden: int, inner: int, count: int, *, bias: bool, gate
     def packed(outputs: int, inputs: int) -> object:
         return form.pack(torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs) if bias else None)
 
-    return [ExpertForms(packed((1 + gates) * inner, hidden), packed(hidden, inner)) for _ in range(count)]  # type: ignore[arg-type]
+    return [ExpertForms(packed((1 + gates) * inner, hidden), packed(hidden, inner), gates) for _ in range(count)]  # type: ignore[arg-type]
 
 
 def _routed(rows: int, count: int, k: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def test_experts_equal_the_reference(level: str, name: str) -> None:
                 found = torch.randn(rows, hidden)
                 expected = found.clone()
                 stack.add_to(found, x, ids, weights, activation)
-                run_experts_torch(experts, expected, x, ids, weights, activation, gates)
+                run_experts_torch(experts, expected, x, ids, weights, activation)
                 # The reference rounds what is between the two products to the model's dtype.
                 tolerance = 1e-5 if dtype == torch.float32 else 0.02
                 assert (found - expected).abs().max() < tolerance * expected.abs().max()
