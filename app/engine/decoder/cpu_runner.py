@@ -219,7 +219,9 @@ class StepAttention:
 
     def recur(self, layer: int, inputs: RecurrentInputs, recurrence: Recurrence) -> Tensor:
         self._recurs = True
-        return recur(inputs, recurrence, self._kv_cache.states[layer], self._states)
+        return recur(
+            inputs, recurrence, self._kv_cache.states[layer], self._states, self._max_queries_together is not None
+        )
 
     def _attend(self, query: Tensor, kv: KvRows, spec: AttentionSpec) -> Tensor:
         if spec.filters is not None:
