@@ -89,6 +89,7 @@ class CpuDecoderRunner(RunsAtOnce):
     def run(self, batch: Batch) -> list[SampledTokens]:
         """Compute a batch and return the samples of each row that samples, in order of spans and positions."""
         with torch.inference_mode():
+            self.kv_cache.copy_states(batch.state_copies)
             self.kv_cache.move(batch.copies, batch.released)
             rows = logit_rows_of(batch.spans)
             masks = self._masks.for_step(batch.spans, len(rows))
