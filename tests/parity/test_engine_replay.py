@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from app.backends.cpu import CpuBackend
+from app.engine.decoder.build import state_checkpoints
 from app.engine.decoder.cpu_runner import RECORD_AFTER_STEPS, CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_shape_of
@@ -67,7 +68,7 @@ def served(
     runner = CpuDecoderRunner(replay, cache, backend, Sampler(config.vocab_size))
     engine = DecoderEngine(
         Scheduler(
-            KvSlots(SLOTS, SLOTS * MAX_LEN, has_states=bool(config.state_sizes)),
+            KvSlots(SLOTS, SLOTS * MAX_LEN, checkpoints=state_checkpoints(cache)),
             PrefillBudget(24),
             EngineLimits(MAX_LEN, SLOTS // 2, 24),
             {1},
