@@ -74,6 +74,7 @@ _PRESENT: dict[str, Callable[[], bool]] = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests of devices that this machine lacks, and leave most cases of large products to `make test-all`."""
     pairwise.mark_other_cases(items)
+    pairwise.mark_repetitions(items)
     for item in items:
         if isinstance(item, pytest.Function) and native_levels.tests_levels(item.module):
             item.add_marker(pytest.mark.levels)
