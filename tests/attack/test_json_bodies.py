@@ -71,12 +71,14 @@ def least_hold(server: AttackServer, request: bytes, statuses: tuple[int, ...]) 
     return least
 
 
+@pytest.mark.cases(test=6)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_body_holds_the_event_loop(server: AttackServer, shape: str) -> None:
     hold = least_hold(server, post("/generate", SHAPES[shape](), b"connection: close"), (200, 400))
     assert hold < MOST_SECONDS, f"{hold * 1e3:.0f} ms"
 
 
+@pytest.mark.full
 def test_a_compressed_body_does_not_either(server: AttackServer) -> None:
     packed = gzip.compress(b" " * (64 * 2**20))
     request = post("/generate", packed, b"connection: close", b"content-encoding: gzip")
@@ -84,6 +86,7 @@ def test_a_compressed_body_does_not_either(server: AttackServer) -> None:
     assert hold < MOST_SECONDS, f"{hold * 1e3:.0f} ms"
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize"])
 def test_every_dialect_refuses_in_its_own_format(server: AttackServer, path: str) -> None:
     body = b'{"input":1,"text_input":"x","prompt":[%b]}' % repeated(b"[1]")
@@ -93,6 +96,7 @@ def test_every_dialect_refuses_in_its_own_format(server: AttackServer, path: str
         assert "too many values" in json.dumps(answer.json)
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("shape", ["lists of ids", "empty lists", "unknown fields", "mixed", "strings", "numbers"])
 def test_too_many_values_are_refused_before_an_object_exists(shape: str) -> None:
     tracemalloc.start()

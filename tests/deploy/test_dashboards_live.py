@@ -48,6 +48,7 @@ def loaded(name: str) -> Dashboard:
     return found
 
 
+@pytest.mark.full
 @every
 def test_no_panel_is_empty(file: Path, prometheus: LivePrometheus, asked: Prometheus, window: Window) -> None:
     faults, excused = check(asked, loaded(file.stem), window)

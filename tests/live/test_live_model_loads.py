@@ -54,6 +54,7 @@ def test_the_first_request_loads_a_model_and_waits_for_it(tiny: Path, embed: Pat
         assert server.states() == {"tiny": "ready", "embed": "ready"}
 
 
+@pytest.mark.full
 def test_a_client_whose_wait_would_be_too_long_is_told_when_to_come_back(tiny: Path, embed: Path) -> None:
     with several({"tiny": tiny, "embed": on_demand(embed, request_timeout_seconds=2.0)}) as server:
         (entry,) = server.registry.entries[1:]
@@ -65,6 +66,7 @@ def test_a_client_whose_wait_would_be_too_long_is_told_when_to_come_back(tiny: P
         embeds(server, "embed")
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_loaded_leaves_the_others_serving(tiny: Path, tmp_path: Path) -> None:
     broken = write_checkpoint(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
@@ -84,6 +86,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_others_serving(tiny: Path, tmp
         assert not server.fatal
 
 
+@pytest.mark.full
 def test_the_process_ends_if_no_model_can_be_loaded(tmp_path: Path) -> None:
     folders = [write_checkpoint(tmp_path / name) for name in ("one", "two")]
     for folder in folders:
@@ -93,6 +96,7 @@ def test_the_process_ends_if_no_model_can_be_loaded(tmp_path: Path) -> None:
         assert server.client.get("/healthz").status_code == 500
 
 
+@pytest.mark.full
 def test_a_failed_model_is_loaded_again_once_it_can_be(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(registry_module, "FIRST_RETRY_SECONDS", 0.05)
     late = tmp_path / "late"
@@ -102,6 +106,7 @@ def test_a_failed_model_is_loaded_again_once_it_can_be(tiny: Path, tmp_path: Pat
         until(lambda: server.post("/v1/completions", model="late", prompt="a", max_tokens=1).status_code == 200)
 
 
+@pytest.mark.full
 def test_unloading_waits_for_open_requests_and_the_next_one_loads_again(tiny: Path, embed: Path) -> None:
     with several({"tiny": tiny, "embed": embed}, model_control="on") as server:
         with server.client.stream(
@@ -126,6 +131,7 @@ def test_unloading_waits_for_open_requests_and_the_next_one_loads_again(tiny: Pa
         assert 'armature_ready{model="tiny"} 1.0' in after
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dialect", ["oip", "llama_cpp", "ollama"])
 def test_clients_load_and_unload_by_each_dialect(tiny: Path, embed: Path, dialect: str) -> None:
     def control(server: LiveModels, loads: bool) -> Any:
@@ -157,6 +163,7 @@ def test_clients_load_and_unload_by_each_dialect(tiny: Path, embed: Path, dialec
         assert server.post("/v2/repository/models/tiny/load", **files).status_code == 400
 
 
+@pytest.mark.full
 def test_keep_alive_is_a_time_without_requests(tiny: Path, embed: Path) -> None:
     with several({"tiny": tiny, "embed": embed}, model_control="on") as server:
         for value in ("10m", 600, "600"):
@@ -170,6 +177,7 @@ def test_keep_alive_is_a_time_without_requests(tiny: Path, embed: Path) -> None:
         until(lambda: server.states()["tiny"] == "unloaded")
 
 
+@pytest.mark.full
 def test_a_model_is_unloaded_after_its_idle_time(tiny: Path, embed: Path) -> None:
     with several({"tiny": tiny, "embed": {"model": embed, "unload_after_seconds": 0.05}}) as server:
         until(lambda: server.states()["embed"] == "unloaded")
@@ -178,6 +186,7 @@ def test_a_model_is_unloaded_after_its_idle_time(tiny: Path, embed: Path) -> Non
         assert server.states()["tiny"] == "ready"
 
 
+@pytest.mark.full
 def test_the_least_recently_used_one_is_unloaded_if_memory_is_short(embed: Path, monkeypatch: Any) -> None:
     with several({name: on_demand(embed) for name in ("one", "two", "three")}) as server:
         assert server.client.get("/readyz").status_code == 200  # each can be loaded
@@ -199,6 +208,7 @@ def test_the_least_recently_used_one_is_unloaded_if_memory_is_short(embed: Path,
         assert server.states() == {"one": "unloaded", "two": "ready", "three": "ready"}
 
 
+@pytest.mark.full
 def test_an_engine_that_is_killed_is_started_again_while_others_serve(
     tiny: Path, embed: Path, monkeypatch: Any
 ) -> None:
@@ -216,6 +226,7 @@ def test_an_engine_that_is_killed_is_started_again_while_others_serve(
         assert not server.fatal
 
 
+@pytest.mark.full
 def test_the_server_stops_while_a_model_is_loading_and_requests_wait(tiny: Path) -> None:
     with several({"tiny": tiny, "late": on_demand(tiny)}) as server:
         held = asyncio.run_coroutine_threadsafe(server.registry._loading.acquire(), server.registry._loop)

@@ -42,6 +42,7 @@ def models(folders: dict[str, Path]) -> Iterator[LiveModels]:
     assert not server.fatal
 
 
+@pytest.mark.full
 def test_a_request_is_served_by_the_model_that_it_names(models: LiveModels) -> None:
     for name, answers in (("chat", "chat"), ("gpt", "chat"), ("tiny", "tiny")):
         body = models.post("/v1/completions", model=name, prompt="Once", max_tokens=2)
