@@ -100,6 +100,7 @@ def test_the_document_is_valid_and_complete(document: Json) -> None:
     assert invalid(document) == incomplete(document) == []
 
 
+@pytest.mark.cases(ci=3)
 @pytest.mark.full
 @pytest.mark.parametrize(("faults", "plant"), PLANTED, ids=[plant.__name__ for _, plant in PLANTED])
 def test_a_planted_fault_is_found(

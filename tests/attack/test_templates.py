@@ -50,7 +50,7 @@ def good() -> Iterator[ChatTemplate]:
     template.close()
 
 
-@pytest.mark.cases(test=3)
+@pytest.mark.cases(test=3, ci=12)
 @pytest.mark.parametrize("source", CASES)
 def test_a_hostile_template_is_refused_within_its_limits(
     source: str, good: ChatTemplate, monkeypatch: pytest.MonkeyPatch

@@ -186,7 +186,7 @@ def is_open(served: ServedDecoder, request: GenerationRequest) -> bool:
     ("name", "special"),
     [
         *((name, True) for name in SMALL),
-        *(pytest.param(name, False, marks=[pytest.mark.nightly] if at % 4 else []) for at, name in enumerate(SMALL)),
+        *(pytest.param(name, False, marks=[pytest.mark.nightly] if at % 9 else []) for at, name in enumerate(SMALL)),
     ],
 )
 def test_a_family_calls_tools_as_its_template_writes_them(name: str, special: bool, tmp_path: Path) -> None:

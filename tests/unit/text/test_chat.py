@@ -124,7 +124,7 @@ RUNAWAYS = [
 ]
 
 
-@pytest.mark.cases(test=4)
+@pytest.mark.cases(test=4, ci=14)
 @pytest.mark.parametrize("source", ESCAPES + RUNAWAYS)
 def test_a_template_that_goes_wrong_fails_its_request_only(source: str) -> None:
     template, good = ChatTemplate(source, TOKENS), ChatTemplate(CHATML, TOKENS)

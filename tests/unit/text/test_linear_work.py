@@ -21,7 +21,7 @@ from app.text.tool_calls import ToolCallParser
 from app.text.tool_formats import TOOL_FORMATS
 from small_tokenizers import byte_level, write_tokenizer
 
-LENGTH = 80
+LENGTH = 48
 MOST = 4.5  # lines for a text of four times the length, as a multiple
 
 
