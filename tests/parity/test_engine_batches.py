@@ -91,6 +91,7 @@ def test_a_ragged_batch_equals_batches_of_one(bench: Bench) -> None:
     close(logits, torch.stack([bench.plain(prompt)[-1] for prompt in bench.prompts]))
 
 
+@pytest.mark.cases(test=7)
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_a_chunked_prefill_equals_a_whole_one(bench: Bench, chunk: int) -> None:
     """Two prompts in chunks side by side, in slots that are not neighbours."""
@@ -102,6 +103,7 @@ def test_a_chunked_prefill_equals_a_whole_one(bench: Bench, chunk: int) -> None:
         close(logits, torch.stack([bench.plain(prompt)[-1] for prompt in ending]) if ending else torch.empty(0, 320))
 
 
+@pytest.mark.cases(test=7)
 def test_decoding_beside_a_prefill_equals_the_whole_text(bench: Bench) -> None:
     """Every step: one decode token each for two sequences, and the next chunk of a third."""
     first, second, third = bench.prompts[4], bench.prompts[0], bench.prompts[2]
@@ -117,6 +119,7 @@ def test_decoding_beside_a_prefill_equals_the_whole_text(bench: Bench) -> None:
         close(logits[:2], torch.stack([logits[end - 1] for logits, end in zip(expected, ends, strict=True)]))
 
 
+@pytest.mark.cases(test=8)
 @pytest.mark.parametrize("shared", [1, 6, 30])
 def test_a_shared_prefix_equals_an_unshared_one(bench: Bench, shared: int) -> None:
     """Two tails lean on the first tokens of another slot: prefilled in a chunk and token by token, both beside the owner's decode."""

@@ -123,6 +123,7 @@ def alone(model: torch.nn.Module) -> Said:
     return said
 
 
+@pytest.mark.cases(test=1)
 def test_together_they_say_what_each_says_alone(model: torch.nn.Module, alone: Said) -> None:
     served = Served(model)
     for request in REQUESTS:
@@ -133,6 +134,7 @@ def test_together_they_say_what_each_says_alone(model: torch.nn.Module, alone: S
     )
 
 
+@pytest.mark.cases(test=1)
 def test_a_prefix_hit_says_what_a_miss_says(model: torch.nn.Module, alone: Said) -> None:
     """One after the other in one engine: later ones find what earlier ones left; then all of them again, almost wholly cached."""
     served = Served(model)
@@ -150,6 +152,7 @@ def test_a_prefix_hit_says_what_a_miss_says(model: torch.nn.Module, alone: Said)
     assert sum(step.cached_tokens for step in served.stats) >= least
 
 
+@pytest.mark.cases(test=2, ci=6)
 @pytest.mark.parametrize("capacity", [110, 170, 230])
 def test_preempted_they_say_what_they_say_undisturbed(model: torch.nn.Module, alone: Said, capacity: int) -> None:
     """KV memory for about two of them: they lose it to each other and compute again."""
