@@ -10,11 +10,12 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from app.api.routing import ApiRuntime, ModelState, ServedEntry, Task
 from app.errors import ArmatureError, NotReady, PlanImpossible, SettingsInvalid, StartupError
@@ -324,8 +325,21 @@ class ModelRegistry:
     def _begin_load(self, entry: ModelEntry) -> asyncio.Task[None]:
         entry.state, entry.reason, entry.error = "loading", "another model is loading", None
         entry.began = time.monotonic()
-        entry.work = self._loop.create_task(self._load(entry, entry.work), name=f"load {entry.name}")
-        return entry.work
+        return self._begin(entry, self._load(entry, entry.work))
+
+    def _begin(self, entry: ModelEntry, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        entry.work = task = self._loop.create_task(work, name=f"{entry.state} {entry.name}")
+        task.add_done_callback(partial(self._check_work, entry))
+        return task
+
+    def _check_work(self, entry: ModelEntry, work: asyncio.Task[None]) -> None:
+        """Let a fault of ours end the model and not leave it loading or unloading for ever."""
+        if not work.cancelled() and (error := work.exception()) is not None:
+            log.error("loading or unloading %s failed", entry.name, exc_info=error)
+            if entry.state != "failed":
+                self._begin(entry, self._fail(entry, error))
+            else:
+                self._try_later(entry, error)
 
     async def _load(self, entry: ModelEntry, before: asyncio.Task[None] | None) -> None:
         """Load a model once what was done with it `before` has ended."""
@@ -412,8 +426,7 @@ class ModelRegistry:
             return None
         self._stop_timer(entry)
         entry.state, entry.reason = "unloading", ""
-        entry.work = self._loop.create_task(self._unload(entry), name=f"unload {entry.name}")
-        return entry.work
+        return self._begin(entry, self._unload(entry))
 
     async def _unload(self, entry: ModelEntry) -> None:
         """Stop the model's worker once its open requests have ended, and release its memory."""
@@ -440,13 +453,17 @@ class ModelRegistry:
     def _take_failure(self, entry: ModelEntry, error: BaseException) -> None:
         entry.error = error
         if entry.state == "ready":  # an unloading one ends all the same, and a loading one looks at the error
-            entry.work = self._loop.create_task(self._fail(entry, error), name=f"fail {entry.name}")
+            self._begin(entry, self._fail(entry, error))
 
     async def _fail(self, entry: ModelEntry, error: BaseException) -> None:
-        """Note that the model cannot serve, load it again later, and end the process if no other one can serve."""
+        """Note that the model cannot serve, release it, and load it again later."""
         self._note_failure(entry, error)
         log.error("the model %s cannot serve: %s", entry.name, entry.reason, exc_info=None if entry.reason else error)
         await self._release(entry)
+        self._try_later(entry, error)
+
+    def _try_later(self, entry: ModelEntry, error: BaseException) -> None:
+        """Load a model that has failed again later, and end the process if no other one can serve."""
         if not any(self._can_serve(each) or each.state == "loading" for each in self.entries):
             self.is_healthy = False
             self._on_fatal(error)
