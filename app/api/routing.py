@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import UnionType
-from typing import Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, Protocol, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
@@ -33,7 +33,7 @@ from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.schemas import LOOP_BYTES, Body, parse_body
 from app.api.streaming import EventEncoding, Generation, merge_streams, respond, server_timing
-from app.errors import InvalidRequest, ModelNotFound, RequestError, UnsupportedParameter
+from app.errors import InvalidRequest, ModelNotFound, PermissionDenied, RequestError, UnsupportedParameter
 from app.metrics.instruments import Api, Metrics, refusal_of
 from app.service.request_log import CLIENT_REQUEST
 from app.service.requests import DirectOutput, Encoded, EncodingRequest
@@ -140,9 +140,6 @@ class Models(Protocol):
 
     def find(self, name: str) -> ServedEntry | None: ...
 
-    def default(self, task: Task | None) -> ServedEntry:
-        """Return the model of a request that names none: the first one for the task that has not failed."""
-
     async def enter(self, entry: ServedEntry) -> None:
         """Wait until the model is ready, and keep it loaded until `leave`.
 
@@ -162,6 +159,35 @@ class Models(Protocol):
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
         """Return the exposition of all models, each sample with the label `model`."""
+
+
+class PermittedModels:
+    """The models that a key may use, for its requests; everything else is as with all models."""
+
+    def __init__(self, models: Models, names: frozenset[str]) -> None:
+        self._models, self._names = models, names
+
+    @property
+    def entries(self) -> Sequence[ServedEntry]:
+        return [entry for entry in self._models.entries if entry.name in self._names]
+
+    def find(self, name: str) -> ServedEntry | None:
+        """Return the model of a name. Raises `PermissionDenied`."""
+        if (entry := self._models.find(name)) is not None and entry.name not in self._names:
+            raise PermissionDenied(f"The request's API key may not use the model {name[:100]!r}.", field="model")
+        return entry
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._models, name)
+
+
+def default_model(models: Models, task: Task | None) -> ServedEntry:
+    """Return the model of a request that names none: the first one for the task that has not failed."""
+    able = [entry for entry in models.entries if task is None or task in entry.tasks]
+    if not able and task in ("embed", "rerank", "classify"):
+        able = [entry for entry in models.entries if "encode" in entry.tasks]
+    able = able or list(models.entries)
+    return next((entry for entry in able if entry.state != "failed"), able[0])
 
 
 class NewNames:
@@ -260,6 +286,8 @@ def check_model(runtime: ApiRuntime, name: str | None, *, in_path: bool = False)
 
     None and names of the model itself are the model. `in_path`: the name is not in a body. Raises `ModelNotFound`.
     """
+    if name is not None and runtime.models is not None:
+        known_model(runtime.models, name)  # a wrong name is refused while no model is loaded too
     served, names = runtime.service.model.name, runtime.names
     if name is None or name == served or name in names.aliases:
         return served
@@ -290,16 +318,18 @@ def controlled_models(call: ApiCall) -> Models:
 def known_model(models: Models, name: str) -> ServedEntry:
     """Return the model of a name. Raises `ModelNotFound`."""
     if (entry := models.find(name)) is None:
-        raise ModelNotFound(
-            f"The model {name[:100]!r} is not served here; {_known_names(models.default(None).runtime)}.", field="model"
-        )
+        raise ModelNotFound(f"The model {name[:100]!r} is not served here; {_models_names(models)}.", field="model")
     return entry
 
 
 def _known_names(runtime: ApiRuntime) -> str:
-    if runtime.models is None:
-        return f"{', '.join(map(repr, served_names(runtime)[:_MAX_NAMES]))} is"
-    names = [repr(entry.name) for entry in runtime.models.entries[:_MAX_MODELS]]
+    if runtime.models is not None:
+        return _models_names(runtime.models)
+    return f"{', '.join(map(repr, served_names(runtime)[:_MAX_NAMES]))} is"
+
+
+def _models_names(models: Models) -> str:
+    names = [repr(entry.name) for entry in models.entries[:_MAX_MODELS]]
     return f"{', '.join(names)} are" if len(names) > 1 else f"{names[0]} is"
 
 
@@ -386,18 +416,20 @@ class ApiCall:
 
         The name is in the path, in the query, or in the body. A wrong one is left to the route, which refuses it.
         """
+        permitted: frozenset[str] | None = self.request.scope["state"].get("models")
+        seen = models if permitted is None else cast(Models, PermittedModels(models, permitted))
         name = self.request.path_params.get("name") or self.request.query_params.get("model")
         if name is None and self.request.method == "POST":
             name = await self._named_in_body()
-        found = None if name is None else models.find(name)
-        entry = found or models.default(self.route.task)
+        found = None if name is None else seen.find(name)
+        entry = found or default_model(seen, self.route.task)
         self.leave_model(models)
         if self.route.loads and (name is None or found is not None):  # a wrong name loads nothing
             await models.enter(entry)
             self.request.scope["state"][ENTERED_MODEL] = entry
             if (client_request := CLIENT_REQUEST.get()) is not None:
                 client_request.model = entry.name
-        self.runtime = entry.runtime
+        self.runtime = entry.runtime if seen is models else replace(entry.runtime, models=seen)
 
     def leave_model(self, models: Models) -> None:
         if (entry := self.request.scope["state"].pop(ENTERED_MODEL, None)) is not None:

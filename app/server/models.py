@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from app.api.access import ApiKeys
 from app.api.routing import ApiRuntime, ModelState, ServedEntry, Task
 from app.errors import ArmatureError, NotReady, PlanImpossible, SettingsInvalid, StartupError
 from app.hardware.decision import format_bytes
@@ -35,7 +36,7 @@ from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.encoders.config import EncoderConfig
 from app.server.prepare import Prepared, UnfetchedModel, prepare_start
 from app.server.start_console import StartConsole
-from app.server.startup import FLUSH_SECONDS, ServerRuntime, SharedParts, use_http_threads
+from app.server.startup import FLUSH_SECONDS, ServerRuntime, SharedParts, read_api_keys, use_http_threads
 from app.settings import Settings, parse_adapters
 from app.tracing.request_trace import Tracer
 from app.weights.checkpoint import Checkpoint
@@ -127,7 +128,7 @@ class ModelRegistry:
         self._find_names()
         self._prepare_all(facts)
         self._loading = asyncio.Lock()
-        first = self.entries[0].serving.runtime()
+        first = self.entries[0].serving.runtime(_keys_of(models))
         self._process = replace(first, metrics=self.metrics, lifetime=self, models=self)
         for entry in self.entries:
             entry.runtime = entry.serving.runtime_among(self._process)
@@ -238,13 +239,6 @@ class ModelRegistry:
         # An adapter that a client has loaded.
         found = (entry for entry in self.entries if entry.runtime.service.adapters.find(name) is not None)
         return next(found, None)
-
-    def default(self, task: Task | None) -> ModelEntry:
-        able = [entry for entry in self.entries if task is None or task in entry.tasks]
-        if not able and task in ("embed", "rerank", "classify"):
-            able = [entry for entry in self.entries if "encode" in entry.tasks]
-        able = able or self.entries
-        return next((entry for entry in able if entry.state != "failed"), able[0])
 
     async def enter(self, entry: ServedEntry) -> None:
         assert isinstance(entry, ModelEntry), "it is one of the entries"
@@ -479,6 +473,28 @@ class ModelRegistry:
     def _retry(self, entry: ModelEntry) -> None:
         if entry.state == "failed" and not self._is_stopping:
             self._begin_load(entry)
+
+
+def _keys_of(models: Sequence[Settings]) -> ApiKeys:
+    """Return the keys of all models, each with the models that it may use. Raises `SettingsInvalid`."""
+
+    def read() -> dict[str, frozenset[str]]:
+        found: dict[str, frozenset[str]] = {}
+        for settings in models:
+            name = settings.served_model_name[0]
+            for key in read_api_keys(settings):
+                found[key] = found.get(key, frozenset()) | {name}
+        return found
+
+    files = (settings.api_key_file for settings in models if settings.api_key_file is not None)
+    keys = ApiKeys(read, *dict.fromkeys(files))
+    open_to_all = next((each for each in models if not each.api_keys and each.api_key_file is None), None)
+    if keys and open_to_all is not None:
+        raise SettingsInvalid(
+            f"The model {open_to_all.served_model_name[0]} has no API keys, and others have: give it some with api_keys"
+            " or api_key_file in its table, or give keys for all models with --api-keys."
+        )
+    return keys
 
 
 def _in_own_process(settings: Settings) -> Settings:

@@ -37,7 +37,7 @@ class FakeServing:
         self.alive = False
         self.service = SimpleNamespace(ready=False, stage="loading", adapters=SimpleNamespace(find=lambda name: None))
 
-    def runtime(self) -> Any:
+    def runtime(self, keys: Any) -> Any:
         return module.ApiRuntime(self.service, None, None, dict, 0)  # type: ignore[arg-type]
 
     def runtime_among(self, process: Any) -> Any:
