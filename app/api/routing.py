@@ -15,7 +15,7 @@ import random
 import re
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import UnionType
@@ -32,7 +32,7 @@ from app.api.access import NO_RULES, AccessRules, ApiKeys
 from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.schemas import LOOP_BYTES, Body, parse_body
-from app.api.streaming import EventEncoding, Generation, merge_streams, respond, server_timing
+from app.api.streaming import NDJSON, EarlyStream, EventEncoding, Generation, merge_streams, respond, server_timing
 from app.errors import InvalidRequest, ModelNotFound, PermissionDenied, RequestError, UnsupportedParameter
 from app.metrics.instruments import Api, Metrics, refusal_of
 from app.service.request_log import CLIENT_REQUEST
@@ -374,16 +374,15 @@ class Encoding(Generic[T]):
 
 
 class _NamedBody(BaseModel):
-    """What a body says about its model. `name` is Ollama's, `lora_name` an adapter's."""
+    """What a body says about its model and its response. `name` is Ollama's, `lora_name` an adapter's."""
 
     model: Any = None
     name: Any = None
     lora_name: Any = None
+    stream: Any = None
 
-
-def _name_in(content: bytes | bytearray) -> str | None:
-    body = _NamedBody.model_validate_json(content)
-    return next((each for each in (body.model, body.name, body.lora_name) if isinstance(each, str)), None)
+    def model_name(self) -> str | None:
+        return next((each for each in (self.model, self.name, self.lora_name) if isinstance(each, str)), None)
 
 
 class ApiCall:
@@ -408,25 +407,30 @@ class ApiCall:
     async def forward(self, route: Route) -> Response:
         call = ApiCall(route, self.request)
         if call.runtime.models is not None:
-            await call.choose_model(call.runtime.models)
+            await call.choose_model(call.runtime.models, None)
         return await route.respond(call)
 
-    async def choose_model(self, models: Models) -> None:
+    async def choose_model(self, models: Models, early: EarlyStream | None) -> None:
         """Let the model that the request names serve it, or else the first one that can; `leave_model` must follow.
 
         The name is in the path, in the query, or in the body. A wrong one is left to the route, which refuses it.
+        `early` tells a client that wants a stream how far loading is.
         """
         permitted: frozenset[str] | None = self.request.scope["state"].get("models")
         seen = models if permitted is None else cast(Models, PermittedModels(models, permitted))
         name = self.request.path_params.get("name") or self.request.query_params.get("model")
-        if name is None and self.request.method == "POST":
-            name = await self._named_in_body()
+        is_read = self.request.method == "POST" and (name is None or early is not None)
+        body = await self._named_in_body() if is_read else _NamedBody()
+        name = name or body.model_name()
         found = None if name is None else seen.find(name)
         entry = found or default_model(seen, self.route.task)
         self.leave_model(models)
         if self.route.loads and (name is None or found is not None):  # a wrong name loads nothing
-            await models.enter(entry)
-            self.request.scope["state"][ENTERED_MODEL] = entry
+            streams = self.route.always_streams if body.stream is None else body.stream
+            is_told = early is not None and streams and entry.state != "ready"
+            async with early.waiting(lambda: entry.stage) if early is not None and is_told else nullcontext():
+                await models.enter(entry)
+                self.request.scope["state"][ENTERED_MODEL] = entry
             if (client_request := CLIENT_REQUEST.get()) is not None:
                 client_request.model = entry.name
         self.runtime = entry.runtime if seen is models else replace(entry.runtime, models=seen)
@@ -435,12 +439,12 @@ class ApiCall:
         if (entry := self.request.scope["state"].pop(ENTERED_MODEL, None)) is not None:
             models.leave(entry)
 
-    async def _named_in_body(self) -> str | None:
+    async def _named_in_body(self) -> _NamedBody:
         content = await self.read()
         try:
-            return await run_beside_loop(len(content), _name_in, content)
+            return await run_beside_loop(len(content), _NamedBody.model_validate_json, content)
         except ValidationError:  # the route says what is wrong with the body
-            return None
+            return _NamedBody()
 
     async def read(self) -> bytes | bytearray:
         """Return the body's bytes; none once a large body was parsed."""
@@ -550,6 +554,11 @@ class Route:
     def path_format(self) -> str:
         """The path without its parameters' types, `/v1/models/{name}`."""
         return compile_path(self.path)[1]
+
+    @property
+    def always_streams(self) -> bool:
+        """True if its response is a stream where the body does not say."""
+        return self.encoding is not None and (self.response is None or self.encoding.media_type == NDJSON)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -733,10 +742,15 @@ class RouteTable:
             response = await route.respond(call)
             await response(scope, receive, send)
             return
+        early = None if route.encoding is None else EarlyStream(route.encoding, send)
         try:
-            await call.choose_model(models)
+            await call.choose_model(models, early)
             response = await route.respond(call)
-            await response(scope, receive, send)
+            await response(scope, receive, send if early is None else early.send)
+        except RequestError as error:
+            if early is None or not early.has_begun:
+                raise
+            await early.fail(error)
         finally:
             call.leave_model(models)
 
