@@ -72,9 +72,9 @@ def test_a_client_whose_wait_would_be_too_long_is_told_when_to_come_back(tiny: P
 
 
 STREAMS: dict[str, tuple[dict[str, Any], str]] = {  # with the comments or the white space that come first
-    "/v1/completions": ({"prompt": "a", "max_tokens": 3, "stream": True}, r"(: .+\n\n)+"),
-    "/v1/messages": ({"messages": CHAT, "max_tokens": 3, "stream": True}, r"(: .+\n\n)+"),
-    "/api/generate": ({"prompt": "a", "options": {"num_predict": 3}}, " +"),
+    "/v1/completions": ({"prompt": "a", "max_tokens": 3, "temperature": 0, "stream": True}, r"(: .+\n\n)+"),
+    "/v1/messages": ({"messages": CHAT, "max_tokens": 3, "temperature": 0, "stream": True}, r"(: .+\n\n)+"),
+    "/api/generate": ({"prompt": "a", "options": {"num_predict": 3, "temperature": 0}}, " +"),
 }
 
 
@@ -109,7 +109,7 @@ def test_a_stream_whose_model_cannot_be_loaded_ends_with_the_error(
 
 
 def early(server: LiveModels, path: str) -> tuple[str, dict[str, str]]:
-    answer = server.post(path, **STREAMS[path][0], model="late", temperature=0)
+    answer = server.post(path, **STREAMS[path][0], model="late")
     assert answer.status_code == 200
     return answer.text, dict(answer.headers)
 
