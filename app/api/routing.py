@@ -15,11 +15,11 @@ import random
 import re
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import UnionType
-from typing import Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, Protocol, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
@@ -32,8 +32,8 @@ from app.api.access import NO_RULES, AccessRules, ApiKeys
 from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.schemas import LOOP_BYTES, Body, parse_body
-from app.api.streaming import EventEncoding, Generation, merge_streams, respond, server_timing
-from app.errors import InvalidRequest, ModelNotFound, RequestError, UnsupportedParameter
+from app.api.streaming import NDJSON, EarlyStream, EventEncoding, Generation, merge_streams, respond, server_timing
+from app.errors import InvalidRequest, ModelNotFound, PermissionDenied, RequestError, UnsupportedParameter
 from app.metrics.instruments import Api, Metrics, refusal_of
 from app.service.request_log import CLIENT_REQUEST
 from app.service.requests import DirectOutput, Encoded, EncodingRequest
@@ -140,9 +140,6 @@ class Models(Protocol):
 
     def find(self, name: str) -> ServedEntry | None: ...
 
-    def default(self, task: Task | None) -> ServedEntry:
-        """Return the model of a request that names none: the first one for the task that has not failed."""
-
     async def enter(self, entry: ServedEntry) -> None:
         """Wait until the model is ready, and keep it loaded until `leave`.
 
@@ -162,6 +159,35 @@ class Models(Protocol):
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
         """Return the exposition of all models, each sample with the label `model`."""
+
+
+class PermittedModels:
+    """The models that a key may use, for its requests; everything else is as with all models."""
+
+    def __init__(self, models: Models, names: frozenset[str]) -> None:
+        self._models, self._names = models, names
+
+    @property
+    def entries(self) -> Sequence[ServedEntry]:
+        return [entry for entry in self._models.entries if entry.name in self._names]
+
+    def find(self, name: str) -> ServedEntry | None:
+        """Return the model of a name. Raises `PermissionDenied`."""
+        if (entry := self._models.find(name)) is not None and entry.name not in self._names:
+            raise PermissionDenied(f"The request's API key may not use the model {name[:100]!r}.", field="model")
+        return entry
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._models, name)
+
+
+def default_model(models: Models, task: Task | None) -> ServedEntry:
+    """Return the model of a request that names none: the first one for the task that has not failed."""
+    able = [entry for entry in models.entries if task is None or task in entry.tasks]
+    if not able and task in ("embed", "rerank", "classify"):
+        able = [entry for entry in models.entries if "encode" in entry.tasks]
+    able = able or list(models.entries)
+    return next((entry for entry in able if entry.state != "failed"), able[0])
 
 
 class NewNames:
@@ -260,6 +286,8 @@ def check_model(runtime: ApiRuntime, name: str | None, *, in_path: bool = False)
 
     None and names of the model itself are the model. `in_path`: the name is not in a body. Raises `ModelNotFound`.
     """
+    if name is not None and runtime.models is not None:
+        known_model(runtime.models, name)  # a wrong name is refused while no model is loaded too
     served, names = runtime.service.model.name, runtime.names
     if name is None or name == served or name in names.aliases:
         return served
@@ -290,16 +318,18 @@ def controlled_models(call: ApiCall) -> Models:
 def known_model(models: Models, name: str) -> ServedEntry:
     """Return the model of a name. Raises `ModelNotFound`."""
     if (entry := models.find(name)) is None:
-        raise ModelNotFound(
-            f"The model {name[:100]!r} is not served here; {_known_names(models.default(None).runtime)}.", field="model"
-        )
+        raise ModelNotFound(f"The model {name[:100]!r} is not served here; {_models_names(models)}.", field="model")
     return entry
 
 
 def _known_names(runtime: ApiRuntime) -> str:
-    if runtime.models is None:
-        return f"{', '.join(map(repr, served_names(runtime)[:_MAX_NAMES]))} is"
-    names = [repr(entry.name) for entry in runtime.models.entries[:_MAX_MODELS]]
+    if runtime.models is not None:
+        return _models_names(runtime.models)
+    return f"{', '.join(map(repr, served_names(runtime)[:_MAX_NAMES]))} is"
+
+
+def _models_names(models: Models) -> str:
+    names = [repr(entry.name) for entry in models.entries[:_MAX_MODELS]]
     return f"{', '.join(names)} are" if len(names) > 1 else f"{names[0]} is"
 
 
@@ -344,16 +374,15 @@ class Encoding(Generic[T]):
 
 
 class _NamedBody(BaseModel):
-    """What a body says about its model. `name` is Ollama's, `lora_name` an adapter's."""
+    """What a body says about its model and its response. `name` is Ollama's, `lora_name` an adapter's."""
 
     model: Any = None
     name: Any = None
     lora_name: Any = None
+    stream: Any = None
 
-
-def _name_in(content: bytes | bytearray) -> str | None:
-    body = _NamedBody.model_validate_json(content)
-    return next((each for each in (body.model, body.name, body.lora_name) if isinstance(each, str)), None)
+    def model_name(self) -> str | None:
+        return next((each for each in (self.model, self.name, self.lora_name) if isinstance(each, str)), None)
 
 
 class ApiCall:
@@ -378,37 +407,44 @@ class ApiCall:
     async def forward(self, route: Route) -> Response:
         call = ApiCall(route, self.request)
         if call.runtime.models is not None:
-            await call.choose_model(call.runtime.models)
+            await call.choose_model(call.runtime.models, None)
         return await route.respond(call)
 
-    async def choose_model(self, models: Models) -> None:
+    async def choose_model(self, models: Models, early: EarlyStream | None) -> None:
         """Let the model that the request names serve it, or else the first one that can; `leave_model` must follow.
 
         The name is in the path, in the query, or in the body. A wrong one is left to the route, which refuses it.
+        `early` tells a client that wants a stream how far loading is.
         """
+        permitted: frozenset[str] | None = self.request.scope["state"].get("models")
+        seen = models if permitted is None else cast(Models, PermittedModels(models, permitted))
         name = self.request.path_params.get("name") or self.request.query_params.get("model")
-        if name is None and self.request.method == "POST":
-            name = await self._named_in_body()
-        found = None if name is None else models.find(name)
-        entry = found or models.default(self.route.task)
+        is_read = self.request.method == "POST" and (name is None or early is not None)
+        body = await self._named_in_body() if is_read else _NamedBody()
+        name = name or body.model_name()
+        found = None if name is None else seen.find(name)
+        entry = found or default_model(seen, self.route.task)
         self.leave_model(models)
         if self.route.loads and (name is None or found is not None):  # a wrong name loads nothing
-            await models.enter(entry)
-            self.request.scope["state"][ENTERED_MODEL] = entry
+            streams = self.route.always_streams if body.stream is None else body.stream
+            is_told = early is not None and streams and entry.state != "ready"
+            async with early.waiting(lambda: entry.stage) if early is not None and is_told else nullcontext():
+                await models.enter(entry)
+                self.request.scope["state"][ENTERED_MODEL] = entry
             if (client_request := CLIENT_REQUEST.get()) is not None:
                 client_request.model = entry.name
-        self.runtime = entry.runtime
+        self.runtime = entry.runtime if seen is models else replace(entry.runtime, models=seen)
 
     def leave_model(self, models: Models) -> None:
         if (entry := self.request.scope["state"].pop(ENTERED_MODEL, None)) is not None:
             models.leave(entry)
 
-    async def _named_in_body(self) -> str | None:
+    async def _named_in_body(self) -> _NamedBody:
         content = await self.read()
         try:
-            return await run_beside_loop(len(content), _name_in, content)
+            return await run_beside_loop(len(content), _NamedBody.model_validate_json, content)
         except ValidationError:  # the route says what is wrong with the body
-            return None
+            return _NamedBody()
 
     async def read(self) -> bytes | bytearray:
         """Return the body's bytes; none once a large body was parsed."""
@@ -518,6 +554,11 @@ class Route:
     def path_format(self) -> str:
         """The path without its parameters' types, `/v1/models/{name}`."""
         return compile_path(self.path)[1]
+
+    @property
+    def always_streams(self) -> bool:
+        """True if its response is a stream where the body does not say."""
+        return self.encoding is not None and (self.response is None or self.encoding.media_type == NDJSON)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -701,10 +742,15 @@ class RouteTable:
             response = await route.respond(call)
             await response(scope, receive, send)
             return
+        early = None if route.encoding is None else EarlyStream(route.encoding, send)
         try:
-            await call.choose_model(models)
+            await call.choose_model(models, early)
             response = await route.respond(call)
-            await response(scope, receive, send)
+            await response(scope, receive, send if early is None else early.send)
+        except RequestError as error:
+            if early is None or not early.has_begun:
+                raise
+            await early.fail(error)
         finally:
             call.leave_model(models)
 

@@ -383,9 +383,12 @@ class ServerRuntime:
             process, service=self.service, metrics=self.metrics, info=self._info, names=names, capacity=capacity
         )
 
-    def runtime(self) -> ApiRuntime:
+    def runtime(self, keys: ApiKeys | None = None) -> ApiRuntime:
+        """Return what the API needs; `keys` None: the keys of the settings."""
         settings = self._start.settings
-        keys = ApiKeys(lambda: read_api_keys(settings), settings.api_key_file)
+        if keys is None:
+            files = () if settings.api_key_file is None else (settings.api_key_file,)
+            keys = ApiKeys(lambda: read_api_keys(settings), *files)
         rates, is_local = parse_rate_limit(settings.rate_limit), is_local_only(settings)
         only_loopback = is_local and not keys and not settings.allowed_hosts
         rules = AccessRules(*rates, settings.allowed_hosts, only_loopback, settings.cors_allow_origins)

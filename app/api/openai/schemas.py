@@ -546,7 +546,11 @@ def _error_body(error: HttpError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
 
 
-_ERROR_TYPES: Mapping[int, str] = {401: "authentication_error", 429: "rate_limit_error"}
+_ERROR_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
 OPENAI_ERRORS = ErrorFormat(_error_body, OpenAIError)
 
 
