@@ -18,7 +18,7 @@ from importlib import import_module
 from multiprocessing import Pipe, get_context
 from pathlib import Path
 
-from app.models.transformers_config import causal_classes
+from app.models.transformers_config import text_classes
 
 RESULTS = Path(__file__).with_suffix(".json")
 SECONDS = 180  # for one class
@@ -32,7 +32,7 @@ def main(names: list[str]) -> int:
         import_module(module)  # once, for all processes
     torch.set_num_threads(1)
     results: dict[str, str] = {}
-    for name in names or sorted({name for listed in (causal_classes() or {}).values() for name in listed}):
+    for name in names or sorted({name for listed in (text_classes() or {}).values() for name in listed}):
         results[name] = outcome(name)
         print(f"{name}: {results[name]}", flush=True)
     print(f"{sum(map(is_served, results.values()))} of {len(results)}")
@@ -42,7 +42,7 @@ def main(names: list[str]) -> int:
 
 
 def is_served(result: str) -> bool:
-    return result in ("batched", "one by one")
+    return result in ("batched", "batched by length", "one by one")
 
 
 def outcome(name: str) -> str:
@@ -76,7 +76,8 @@ def try_class(name: str) -> str:
             differing = differing_prompts(engine, model)
         except Exception as error:  # noqa: BLE001  # the reason is the result
             return f"not served: {first_line(error)}"
-    return f"differs: {', '.join(differing)}" if differing else "batched" if engine.runner.batches else "one by one"
+    how = {"padded": "batched", "equal": "batched by length", "alone": "one by one"}[engine.runner.batches]
+    return f"differs: {', '.join(differing)}" if differing else how
 
 
 def first_line(error: Exception) -> str:

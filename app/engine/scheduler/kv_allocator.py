@@ -85,6 +85,7 @@ class KvSlots:
         has_states: bool = False,
     ) -> None:
         self.shares, self.has_states = shares and not has_states, has_states
+        self.copies_forks = not shares and not has_states  # a fork has a copy of its own of all that it continues
         self.slots = [KvSlot(index) for index in range(num_slots)]
         self.tokens_per_page = tokens_per_page
         self.capacity_tokens = capacity_tokens // tokens_per_page * tokens_per_page
@@ -363,10 +364,16 @@ class KvAllocator:
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Place a child that continues its parent's computed tokens. False if there is no capacity."""
         assert parent.slot is not None, "only a running sequence has children"
-        end = parent.num_computed
-        if not self._allocate(child, shared_placement(self.pool.slots[parent.slot], end)):
+        end, pool = parent.num_computed, self.pool
+        if not self._allocate(
+            child, Placement() if pool.copies_forks else shared_placement(pool.slots[parent.slot], end)
+        ):
             return False
-        if self.pool.has_states and not any(copy.target == child.slot for copy in self._copies):
+        if pool.copies_forks:
+            assert child.slot is not None, "it has just been allocated"
+            self._copies.append(KvCopy(parent.slot, child.slot, 0, end))
+            self.set_computed(child, end)
+        if pool.has_states and not any(copy.target == child.slot for copy in self._copies):
             assert child.slot is not None, "it has just been allocated"
             self._copies.append(KvCopy(parent.slot, child.slot, end, end))
         return True
