@@ -187,7 +187,13 @@ def completions(engine: Any, prompts: Any, params: SamplingParams) -> list[list[
 def generated_ids(model: Any, prompt: Any, max_tokens: int = NUM_TOKENS) -> list[int]:
     """The completion by the library's own `generate`."""
     ids = torch.tensor([prompt])
-    options = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    options = {
+        "max_new_tokens": max_tokens,
+        "do_sample": False,
+        "num_beams": 1,
+        "eos_token_id": None,
+        "pad_token_id": 1,
+    }
     start = 1 if model.config.is_encoder_decoder else len(prompt)
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, start:].tolist()
 
