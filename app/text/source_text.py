@@ -83,12 +83,20 @@ def generation_defaults(config: Mapping[str, Any], source: SourceText, max_beams
     """
     found: dict[str, Any] = {} if config.get("do_sample") is True else {"temperature": 0.0}
     longest = source.max_target_len - 1
-    found["max_tokens"] = min(longest, int(config.get("max_new_tokens") or (config.get("max_length") or 513) - 1))
-    least = config.get("min_new_tokens") or (config.get("min_length") or 0) - 1
+    found["max_tokens"] = min(longest, _number(config, "max_new_tokens") or _number(config, "max_length", 513) - 1)
+    least = _number(config, "min_new_tokens") or _number(config, "min_length") - 1
     if least > 0:
-        found["min_tokens"] = min(int(least), found["max_tokens"])
-    beams = min(int(config.get("num_beams") or 1), MAX_BEAMS, max_beams)
+        found["min_tokens"] = min(least, found["max_tokens"])
+    beams = min(_number(config, "num_beams", 1), MAX_BEAMS, max_beams)
     if beams > 1:
         found["beam_width"] = beams
-        found |= {name: config[name] for name in ("length_penalty", "early_stopping") if config.get(name) is not None}
+        if isinstance(config.get("length_penalty"), int | float):
+            found["length_penalty"] = float(config["length_penalty"])
+        if config.get("early_stopping") in (True, "never"):
+            found["early_stopping"] = config["early_stopping"]
     return found
+
+
+def _number(config: Mapping[str, Any], name: str, default: int = 0) -> int:
+    value = config.get(name)
+    return value if isinstance(value, int) and value > 0 else default
