@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from app.errors import InvalidRequest, RequestError
 
@@ -243,6 +243,11 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
     cache_salt: str | None = None
     definition: str = ""
     num_source_tokens: int = 0
+
+    def with_decoder(self, start_ids: tuple[int, ...], params: SamplingParams) -> Generate:
+        """Return the request whose tokens are the source, followed by those with which the decoder starts."""
+        token_ids = (*self.token_ids, *start_ids)
+        return structs.replace(self, token_ids=token_ids, params=params, num_source_tokens=len(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)

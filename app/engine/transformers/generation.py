@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from msgspec import structs
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -85,10 +84,7 @@ class GenerationEngine(DecoderEngine):
         if self.start_ids:
             longest = self.max_target_len - len(self.start_ids)
             bounded = replace(params, max_tokens=min(longest, params.max_tokens or longest))
-            source = request.token_ids
-            request = structs.replace(
-                request, token_ids=(*source, *self.start_ids), params=bounded, num_source_tokens=len(source)
-            )
+            request = request.with_decoder(self.start_ids, bounded)
         return super().add(request)
 
 
