@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from app.errors import InvalidRequest, RequestError
 
@@ -43,7 +43,9 @@ class SamplingParams:
     logits. No end token is sampled before `min_tokens`. `bad_words` are texts that are not sampled, and
     `allowed_token_ids`, if not None, are the only tokens that are. A sequence with a lower `priority` is computed
     first. `include_stop` keeps the matched stop string in the text. With `beam_width` above 1, the choices are the `n`
-    best beams; a beam's score is its log-probability over its length to the power of `length_penalty`.
+    best beams; a beam's score is its log-probability over its length to the power of `length_penalty`, and
+    `early_stopping` is that of transformers: when a search ends before all beams have ended. `forced_bos_token_id` is the
+    first token of the completion of a model with an encoder, such as the language of a translation.
     """
 
     max_tokens: int | None = None
@@ -64,6 +66,8 @@ class SamplingParams:
     ignore_eos: bool = False
     beam_width: int = 1
     length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    forced_bos_token_id: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     bad_words: tuple[str, ...] = ()
@@ -239,7 +243,8 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
 
     `bad_word_ids` are the token sequences of `params.bad_words`. The completion follows `grammar`, if it is given, which
     is compiled: `definition` is the grammar as the library reads it. `adapter` None means the model alone. Only requests
-    with the same `cache_salt` share keys and values.
+    with the same `cache_salt` share keys and values. The first `num_source_tokens` are those of an encoder, where the
+    model has one.
     """
 
     request_id: str
@@ -252,6 +257,12 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
     cache_salt: str | None = None
     definition: str = ""
     thinking: ThinkingLimit | None = None
+    num_source_tokens: int = 0
+
+    def with_decoder(self, start_ids: tuple[int, ...], params: SamplingParams) -> Generate:
+        """Return the request whose tokens are the source, followed by those with which the decoder starts."""
+        token_ids = (*self.token_ids, *start_ids)
+        return structs.replace(self, token_ids=token_ids, params=params, num_source_tokens=len(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)

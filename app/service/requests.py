@@ -52,6 +52,8 @@ class GenerationRequest:
     context, where the completion ends with the reason `length`. With `infill`, the completion fills the gap after the
     prompt. `model` is the name of the model or an adapter; None means the model. Keys and values of the prompt are
     shared only with requests of the same `cache_salt`. Reasoning is closed after `thinking_budget` tokens; None: never.
+    `task`, `source_lang` and `target_lang` are about the source text of a model with an encoder
+    (`app/text/source_text.py`).
     """
 
     params: SamplingParams
@@ -74,6 +76,9 @@ class GenerationRequest:
     model: str | None = None
     cache_salt: str | None = None
     thinking_budget: int | None = None
+    task: str | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
 
     def __post_init__(self) -> None:
         given = sum(source is not None for source in (self.prompt, self.token_ids, self.messages))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from app.models.program_graph import ProgramSizes
 from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import ReasoningFormat
+from app.text.source_text import SourceText
 from app.text.tokenizer import Tokenizer
 from app.text.tool_formats import TOOL_FORMATS, ToolFormat
 
@@ -66,17 +67,25 @@ class ServingLimits:
 class ServedDecoder:
     """A model that generates text. `chat` is None without a template, `reasoning_format` without reasoning.
 
-    `sampling_defaults` are the parameters of `SamplingParams` that the checkpoint prefers.
+    `sampling_defaults` are the parameters of `SamplingParams` that the checkpoint prefers. `source` is there if an
+    encoder reads the prompt.
     """
 
     name: str
     limits: ServingLimits
     tokenizer: Tokenizer
     chat: ChatTemplate | None
-    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     grammars: GrammarCompiler | None = None
     tool_format: ToolFormat = TOOL_FORMATS["hermes"]
     reasoning_format: ReasoningFormat | None = None
+    source: SourceText | None = None
+
+    @property
+    def context(self) -> int:
+        """The tokens of prompt and completion together; of a model with an encoder, of the source and one more."""
+        most = self.limits.max_model_len
+        return most if self.source is None else min(most - 1, self.source.max_source_len + 1)
 
     def close(self) -> None:
         """End the processes of the chat template and of grammars."""

@@ -372,6 +372,8 @@ class GenerationBody(SamplingFields):
     n_predict: Int64 | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+    source_lang: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    target_lang: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     add_special_tokens: bool | None = None
 
     @property
