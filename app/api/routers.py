@@ -25,6 +25,7 @@ from app.api.routing import BODY_ERRORS, OTHER, ApiCall, ApiRuntime, Dialect, Ro
 from app.api.schemas import Body
 from app.api.server import load_report
 from app.api.server import routes as server
+from app.api.tasks import routes as tasks
 from app.errors import InvalidRequest, RequestError
 from app.service.prompt import prompt_too_long
 from app.service.served_model import ServedDecoder
@@ -100,7 +101,8 @@ DIALECTS = (
     encoders.VLLM,
     SAGEMAKER,
     encoders.TEI,
-    encoders.TEI_ROOT,
+    tasks.ROOT,
+    tasks.HUGGING_FACE,
     oip.PROBES,
     oip.OIP,
     encoders.COHERE,

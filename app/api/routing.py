@@ -76,7 +76,7 @@ class ModelNames:
     accepts_any_path: bool = False
 
 
-Task = Literal["generate", "encode", "embed", "classify", "rerank", "infer"]
+Task = Literal["generate", "encode", "embed", "classify", "rerank", "infer", "task"]
 ModelState = Literal["unloaded", "loading", "ready", "failed", "unloading"]
 
 
@@ -436,12 +436,15 @@ class ApiCall:
 
         Raises `InvalidRequest` if the content type is not JSON, or the body is empty or does not match.
         """
+        self.check_json()
+        return await self.translate(self._parse)
+
+    def check_json(self) -> None:
         headers = self.request.headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         is_checked = self.route.dialect.needs_type or "origin" in headers
         if is_checked and kind != "application/json" and not kind.endswith("+json"):
             raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
-        return await self.translate(self._parse)
 
     async def translate(self, function: Callable[[bytes | bytearray], T]) -> T:
         """Return the function's result for the body. A large body is translated in a thread, beside the event loop.

@@ -40,7 +40,7 @@ Clock = Callable[[], float]
 Exemplar = dict[str, str]  # trace_id and span_id in hexadecimal
 Api = Literal[
     "chat", "completions", "responses", "messages", "ollama", "llama_cpp",
-    "embeddings", "rerank", "classify", "native", "oip",
+    "embeddings", "rerank", "classify", "tasks", "native", "oip",
 ]  # fmt: skip
 # Why a request was not admitted: it can never be served, the queue is full, or the server does not serve at present.
 Refusal = Literal["invalid", "overloaded", "unavailable"]

@@ -38,7 +38,7 @@ _LENGTHS = (
 class TransformersConfig:
     """The values of a config.json by which a plan counts memory. Loading measures what a token really takes."""
 
-    kind: ClassVar[Literal["decoder"]] = "decoder"
+    kind: ClassVar[Literal["decoder", "encoder"]] = "decoder"
 
     architecture: str
     vocab_size: int
@@ -55,15 +55,19 @@ class TransformersConfig:
         text = ConfigReader(values).section("text_config")
         config = text if text.values else ConfigReader(values)
         lists = [config.values[name] for name in _LAYER_LISTS if isinstance(config.values.get(name), list)]
-        layers, hidden = _integer(config, _LAYERS, len(lists[0]) if lists else None), _integer(config, _HIDDEN)
-        heads = _integer(config, _HEADS, 1)
-        kv_heads = _integer(config, _KV_HEADS, heads)
-        head_dim = _integer(config, ("head_dim", "d_kv", "kv_channels"), max(1, hidden // heads))
-        length = _integer(config, _LENGTHS, _UNLIMITED_LEN)
+        layers, hidden = (
+            first_integer(config, _LAYERS, len(lists[0]) if lists else None),
+            first_integer(config, _HIDDEN),
+        )
+        heads = first_integer(config, _HEADS, 1)
+        kv_heads = first_integer(config, _KV_HEADS, heads)
+        head_dim = first_integer(config, ("head_dim", "d_kv", "kv_channels"), max(1, hidden // heads))
+        length = first_integer(config, _LENGTHS, _UNLIMITED_LEN)
         return cls(architecture, config.integer("vocab_size"), length, layers, hidden, kv_heads, head_dim)
 
 
-def _integer(config: ConfigReader, names: tuple[str, ...], default: int | None = None) -> int:
+def first_integer(config: ConfigReader, names: tuple[str, ...], default: int | None = None) -> int:
+    """Return the value of the first name that config.json has as an integer."""
     name = next((name for name in names if isinstance(config.values.get(name), int)), None)
     if name is None and default is not None:
         return default
@@ -92,18 +96,25 @@ def _causal_class(values: Mapping[str, Any]) -> str:
 @cache
 def causal_classes() -> Mapping[str, list[str]] | None:
     """Return the names of transformers' classes that generate text by model type; None if it is not installed."""
+    return class_table(_TABLE)
+
+
+def class_table(name: str) -> Mapping[str, list[str]] | None:
+    """Return one of transformers' tables: names of classes by model type; None if it is not installed."""
     spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return None
-    source = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
-    return dict(_rows(ast.parse(source)))
+    return None if spec is None or spec.origin is None else dict(_rows(_tables(Path(spec.origin).parent), name))
 
 
-def _rows(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield the rows of the table, which is written as OrderedDict([(model_type, class or classes), ...])."""
+@cache
+def _tables(package: Path) -> ast.Module:
+    return ast.parse((package / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
+
+
+def _rows(tree: ast.Module, table: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the rows of a table, which is written as OrderedDict([(model_type, class or classes), ...])."""
     for statement in tree.body:
         targets = statement.targets if isinstance(statement, ast.Assign) else []
-        if not any(isinstance(target, ast.Name) and target.id == _TABLE for target in targets):
+        if not any(isinstance(target, ast.Name) and target.id == table for target in targets):
             continue
         assert isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call), "written as a call"
         for model_type, classes in ast.literal_eval(statement.value.args[0]):

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy
 from pydantic_core import to_json
-from starlette.responses import Response
 
 from app.api.encoders.schemas import (
     COHERE_ERRORS,
@@ -53,7 +52,7 @@ from app.api.encoders.schemas import (
 from app.api.encoders.vectors import VECTOR_WRITERS, join_with_pauses, to_base64_json, to_json_list
 from app.api.llama_cpp.routes import joined_ids
 from app.api.openai.schemas import OPENAI_ERRORS
-from app.api.routing import BODY_ERRORS, ApiCall, Dialect, Encoding, count_refusals, new_response_id
+from app.api.routing import ApiCall, Dialect, Encoding, new_response_id
 from app.errors import InvalidRequest, WrongModelKind
 from app.messages import Text
 from app.service.encode import MAX_TEXTS
@@ -65,7 +64,6 @@ NATIVE = Dialect("Native")
 VLLM = Dialect("vLLM", OPENAI_ERRORS)
 COHERE = Dialect("Cohere", COHERE_ERRORS)
 TEI = Dialect("text-embeddings-inference", TEI_ERRORS)
-TEI_ROOT = Dialect("text-embeddings-inference")  # errors of its path have the native format otherwise
 
 # ---- embeddings ------------------------------------------------------------------------------------------------------
 
@@ -428,23 +426,6 @@ async def predict(
         return to_json(predictions if is_batch else predictions[0])
 
     return Encoding(_classification_request(call, texts, body.truncation, "inputs"), write, token_header)
-
-
-@TEI_ROOT.post(
-    "/",
-    "text-embeddings-inference: as /embed, or as /predict for a model with labels",
-    body=TeiEmbedBody,
-    response=list[list[float]] | list[LabelScore] | list[list[LabelScore]],
-    statuses=(*BODY_ERRORS, 504),
-    other_errors=TEI_ERRORS,
-    operation="",
-)
-async def embed_or_predict(call: ApiCall) -> Response:
-    """Embed, or classify with a model that has labels."""
-    await call.choose_errors()
-    with count_refusals(call.runtime.metrics, "native"):
-        served = call.service.encoder
-    return await call.forward(predict if served.labels else embed)
 
 
 # ---- relevance -------------------------------------------------------------------------------------------------------

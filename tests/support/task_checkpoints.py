@@ -1,0 +1,90 @@
+"""Tiny random checkpoints of transformers' classes that do tasks besides generation, and their engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.messages import RequestFailed, RunTask
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORDS = "this is text of new york who lives in paris it example about sport".split()
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TEXTS = (
+    "this is a text of new york",
+    "paris",
+    "who lives in a new town? it is an example of a longer text about sport.",
+)
+LABELS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+NLI = ("contradiction", "neutral", "entailment")
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "dim", "embedding_size", "d_model"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "hidden_dim"), 48),
+    "max_position_embeddings": 66,
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "pad_token_id": 0,
+}
+
+
+def write_words(directory: Path) -> Any:
+    """Write a WordPiece tokenizer of a few words and all letters, and return it."""
+    from transformers import BertTokenizer
+
+    vocab = [*SPECIAL, *_LETTERS, *(f"##{letter}" for letter in _LETTERS), *".,?!", *WORDS]
+    (directory / "vocab.txt").write_text("\n".join(vocab))
+    tokenizer = BertTokenizer(str(directory / "vocab.txt"))
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def write_task_checkpoint(directory: Path, architecture: str, labels: tuple[str, ...] = (), **values: Any) -> Any:
+    """Write a tiny model whose outputs differ by much, with its tokenizer, and return it."""
+    import transformers
+
+    kind = getattr(transformers, architecture)
+    tokenizer = write_words(directory)
+    given: dict[str, Any] = {**SIZES, "vocab_size": len(tokenizer), **values}
+    if labels:
+        given |= {"id2label": dict(enumerate(labels)), "label2id": {label: place for place, label in enumerate(labels)}}
+    return save(directory, kind(kind.config_class(**given)))
+
+
+def save(directory: Path, model: Any) -> Any:
+    """Write a model with random weights of a usual size."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn_like(parameter) / parameter[0].numel() ** 0.5)
+    model.eval().save_pretrained(directory)
+    return model
+
+
+def task_engine(directory: Path, **settings: Any) -> Any:
+    from app.engine.build import BuildRequest, build
+    from app.server.prepare import prepare
+    from app.settings import Settings
+
+    values = {"engine": "transformers", "precision": "fp32", "threads": 1, **settings}
+    prepared = prepare(Settings(model=directory, cache_dir=directory / "cache", **values))
+    return build(BuildRequest(prepared.checkpoint, prepared.plan))
+
+
+def ask(engine: Any, task: str, inputs: list[Any], files: tuple[bytes, ...] = (), **parameters: Any) -> list[Any]:
+    """The results of inputs that are in the engine together, each in a request of its own."""
+    written, found = json.dumps(parameters).encode(), {}
+    for place, given in enumerate(inputs):
+        own = (files[given],) if files else ()
+        message = RunTask(str(place), task, json.dumps([0 if files else given]).encode(), written, 0.0, own)
+        found |= {str(place): event.error for event in engine.add(message)}
+    while engine.has_work:
+        for event in engine.step():
+            is_failed = isinstance(event, RequestFailed)
+            found[event.request_id] = event.error if is_failed else json.loads(event.arrays["result"].data)
+    return [found[str(place)] for place in range(len(inputs))]
