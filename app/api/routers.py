@@ -103,6 +103,7 @@ DIALECTS = (
     encoders.TEI,
     tasks.ROOT,
     tasks.HUGGING_FACE,
+    tasks.MODELS,
     oip.PROBES,
     oip.OIP,
     encoders.COHERE,

@@ -37,7 +37,7 @@ from app.errors import InvalidRequest, ModelNotFound, RequestError, UnsupportedP
 from app.metrics.instruments import Api, Metrics, refusal_of
 from app.service.request_log import CLIENT_REQUEST
 from app.service.requests import DirectOutput, Encoded, EncodingRequest
-from app.service.served_model import ServedDecoder
+from app.service.served_model import ServedDecoder, ServedTasks
 from app.service.service import Service
 from app.tracing.request_trace import Tracer
 
@@ -249,9 +249,10 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        if error.field is not None and error.field in names:
-            error.message = error.message.replace(error.field, names[error.field])
-            error.field = names[error.field]
+        name, bracket, place = (error.field or "").partition("[")
+        if name in names:
+            error.message = error.message.replace(name, names[name])
+            error.field = names[name] + bracket + place
         raise
 
 
@@ -491,6 +492,7 @@ class Route:
         find_model: Return the name that answers have for the name in a body, or in the path.
         task: What a model must do for it; None: any does.
         loads: It waits until its model is loaded.
+        by_task: The function in place of `serve` for a model that does tasks.
         openapi: Further options of FastAPI's path operation, for the OpenAPI document.
     """
 
@@ -516,6 +518,7 @@ class Route:
     openapi: Mapping[str, Any] = field(default_factory=dict)
     task: Task | None = None
     loads: bool = False
+    by_task: Callable[[ApiCall, Any, ServedTasks], Awaitable[Response]] | None = None
 
     @cached_property
     def path_format(self) -> str:
@@ -660,10 +663,14 @@ async def _encode(call: ApiCall) -> Response:
     await call.choose_errors()
     with renamed_fields(route.field_names):
         with count_refusals(runtime.metrics, route.api):
-            served = runtime.service.encoder  # another kind of model is refused whatever the body is
+            model = runtime.service.model
+            does_tasks = isinstance(model, ServedTasks) and route.by_task is not None
+            served = model if does_tasks else runtime.service.encoder  # another kind is refused whatever the body is
             body = await call.parse()
             if "model" in type(body).model_fields:
                 route.find_model(call, body)
+            if does_tasks and route.by_task is not None:
+                return await route.by_task(call, body, served)
             encoding = await route.serve(call, body, served)
         if not isinstance(encoding, Encoding):
             return _rendered(encoding)

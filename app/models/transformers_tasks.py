@@ -20,7 +20,11 @@ TaskName = Literal[
     "text-classification",
     "zero-shot-classification",
     "feature-extraction",
+    "image-classification",
+    "zero-shot-image-classification",
+    "automatic-speech-recognition",
 ]
+SPEECH: TaskName = "automatic-speech-recognition"
 # transformers' tables of classes, with what a class of each does.
 _TASKS: Mapping[str, tuple[TaskName, ...]] = {
     "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": ("token-classification",),
@@ -28,6 +32,8 @@ _TASKS: Mapping[str, tuple[TaskName, ...]] = {
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": ("text-classification", "zero-shot-classification"),
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": ("fill-mask",),
     "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES": ("feature-extraction",),
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": ("image-classification",),
+    "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES": ("zero-shot-image-classification", "feature-extraction"),
 }
 _BASES = "MODEL_MAPPING_NAMES"  # classes without a head, of which those with a masked model read texts
 _MASKED = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
@@ -52,6 +58,14 @@ class TaskConfig(TransformersConfig):
     tasks: tuple[TaskName, ...] = ()
     labels: tuple[str, ...] = ()
 
+    @property
+    def reads_pictures(self) -> bool:
+        return any("image" in task for task in self.tasks)
+
+    @property
+    def reads_texts(self) -> bool:
+        return self.tasks not in (("image-classification",), (SPEECH,))
+
 
 def find_task_config(values: Mapping[str, Any]) -> TaskConfig | None:
     """Return the configuration of a class that does tasks; None for other classes, and without transformers."""
@@ -73,12 +87,13 @@ def _tasks_of(name: str) -> tuple[TaskName, ...]:
 
 
 def _read(name: str, tasks: tuple[TaskName, ...], values: Mapping[str, Any]) -> TaskConfig:
-    config = ConfigReader(values)
+    text = ConfigReader(values).section("text_config")
+    config = text if text.values else ConfigReader(values)
     hidden = first_integer(config, _HIDDEN, _LEAST_HIDDEN)
     length = first_integer(config, _LENGTHS, _UNLIMITED_LEN)
     if values.get("model_type") in _PADDED_POSITIONS:
         length -= first_integer(config, ("pad_token_id",), 1) + 1
-    labels = read_labels(config) if any(each.endswith("classification") for each in tasks) else ()
+    labels = read_labels(config) if tasks[0].endswith("classification") and not text.values else ()
     if "zero-shot-classification" in tasks and not any(label.lower().startswith("entail") for label in labels):
         tasks = ("text-classification",)
     return TaskConfig(

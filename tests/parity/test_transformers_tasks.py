@@ -55,7 +55,7 @@ def test_a_task_gives_what_the_pipeline_gives(task: str, family: str, tmp_path: 
     model.name_or_path = str(tmp_path)
     engine = task_engine(tmp_path)
     texts = [text.replace("new", "[MASK]") + " [MASK]" for text in TEXTS] if task == "fill-mask" else list(TEXTS)
-    assert engine.runner.pad_id == 0
+    assert engine.model.pad_id == 0
     for parameters in _CASES[task]:
         wanted = [by_pipeline(task, model, text, dict(parameters)) for text in texts]
         assert all(map(same, ask(engine, task, texts, **parameters), wanted))

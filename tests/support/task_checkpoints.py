@@ -88,3 +88,30 @@ def ask(engine: Any, task: str, inputs: list[Any], files: tuple[bytes, ...] = ()
             is_failed = isinstance(event, RequestFailed)
             found[event.request_id] = event.error if is_failed else json.loads(event.arrays["result"].data)
     return [found[str(place)] for place in range(len(inputs))]
+
+
+def write_picture_checkpoint(directory: Path, name: str) -> tuple[Any, Any]:
+    """Write a tiny model of pictures: ViT with three labels, CLIP or SigLIP. Return it, and what reads its inputs."""
+    import transformers
+
+    vision: dict[str, Any] = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "intermediate_size": 48}
+    size = {"height": 32, "width": 32}
+    if name == "labels":
+        labels = {"id2label": {0: "one", 1: "two", 2: "three"}, "label2id": {"one": 0, "two": 1, "three": 2}}
+        processor = transformers.ViTImageProcessor(size=size)
+        processor.save_pretrained(directory)
+        return save(
+            directory, transformers.ViTForImageClassification(transformers.ViTConfig(**vision, **labels))
+        ), processor
+    tokenizer = write_words(directory)
+    text = {**SIZES, "vocab_size": len(tokenizer), "eos_token_id": 3, "max_position_embeddings": 64}
+    kinds = {
+        "clip": (transformers.CLIPConfig, transformers.CLIPModel),
+        "siglip": (transformers.SiglipConfig, transformers.SiglipModel),
+    }
+    config, kind = kinds[name]
+    both = {"projection_dim": 32} if name == "clip" else {}
+    processor = transformers.SiglipImageProcessor(size=size)
+    processor.save_pretrained(directory)
+    return save(directory, kind(config(text_config=text, vision_config=vision, **both))), (tokenizer, processor)

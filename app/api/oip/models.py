@@ -205,7 +205,8 @@ def _bare_shape(spec: TensorSpec, num_bytes: int) -> tuple[int, ...]:
 # A client can request much padding with a small body, and the response is in memory until it was read.
 def task_request(model: ServedTasks, inference: InferRequest, identity: str, report: ReportIgnored) -> TaskRequest:
     """Return the request of a task for these tensors. Raises `InvalidRequest`."""
-    check_inputs(TASK_SIGNATURE.inputs, inference.inputs)
+    for name, tensor in inference.inputs.items():  # not together: only one of them has rows
+        check_inputs(TASK_SIGNATURE.inputs, {name: tensor})
     check_complete(TASK_SIGNATURE.inputs[:1], inference.inputs)
     given = {name: to_strings(name, tensor) for name, tensor in inference.inputs.items()}
     task = given["task"][0] if "task" in given else model.tasks[0]

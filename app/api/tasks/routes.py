@@ -12,15 +12,17 @@ from starlette.responses import Response
 
 from app.api.encoders import routes as encoders
 from app.api.encoders.schemas import TEI_ERRORS, TeiEmbedBody
+from app.api.openai.schemas import OPENAI_ERRORS
 from app.api.routing import BODY_ERRORS, ApiCall, Dialect, Route, check_model, count_refusals
 from app.api.streaming import server_timing
-from app.api.tasks.requests import check_task, read_task
+from app.api.tasks.requests import FILE_TASKS, check_task, file_request, read_task
 from app.api.tasks.schemas import TaskAnswer, TaskBody
 from app.errors import WrongModelKind
 from app.service.requests import TaskRequest
 from app.service.served_model import ServedEncoder, ServedTasks, wrong_kind_error
 
 HUGGING_FACE = Dialect("Hugging Face", TEI_ERRORS)
+MODELS = Dialect("Hugging Face", OPENAI_ERRORS)  # errors of its paths have OpenAI's format otherwise
 ROOT = Dialect("text-embeddings-inference")  # errors of its path have the native format otherwise
 _TASK_ROUTE: Mapping[str, Any] = {
     "body": TaskBody,
@@ -28,6 +30,8 @@ _TASK_ROUTE: Mapping[str, Any] = {
     "statuses": (*BODY_ERRORS, 404, 504),
     "operation": "",
 }
+# Content types of files. A browser asks before its scripts may send them.
+_FILES = ("image/", "audio/", "video/", "application/octet-stream")
 # What a native encoder does: its route, and True if it needs labels, False if it needs vectors.
 _NATIVE: Mapping[str, tuple[Route, bool]] = {
     "feature-extraction": (encoders.embed, False),
@@ -37,16 +41,23 @@ _NATIVE: Mapping[str, tuple[Route, bool]] = {
 
 
 @HUGGING_FACE.post(
-    ("/pipeline/{task}", "/models/{name:path}/pipeline/{task}", "/models/{name:path}"),
-    "Hugging Face: a task that the model does, such as token-classification",
-    **_TASK_ROUTE,
+    "/pipeline/{task}", "Hugging Face: a task that the model does, such as token-classification", **_TASK_ROUTE
 )
 async def run_task(call: ApiCall) -> Response:
     """Do the task in the path, or else the model's own."""
+    await call.choose_errors()
     name = call.request.path_params.get("name")
     if name is not None:
         check_model(call.runtime, name, in_path=True)
     return await _respond(call, call.request.path_params.get("task"))
+
+
+MODELS.post(
+    ("/models/{name:path}/pipeline/{task}", "/models/{name:path}"),
+    "Hugging Face: a task of the model in the path",
+    other_errors=TEI_ERRORS,
+    **_TASK_ROUTE,
+)(run_task.serve)
 
 
 @ROOT.post(
@@ -87,6 +98,10 @@ async def _own_task(call: ApiCall, model: ServedTasks) -> str:
 
 async def _task_request(call: ApiCall, model: ServedTasks, task: str) -> TaskRequest:
     check_task(model, task)
+    kind = call.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_file = kind.startswith(_FILES) or (not kind and "origin" not in call.request.headers)
+    if task in FILE_TASKS and is_file:
+        return file_request(model, task, bytes(await call.read()), call.id)
     call.check_json()
     request, name = await call.translate(
         lambda content: read_task(model, task, content, "tasks", call.id, call.report_ignored)

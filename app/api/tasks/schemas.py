@@ -72,7 +72,7 @@ class FillMaskBody(TaskBody):
     parameters: FillMaskParameters | None = None
 
 
-class TextPair(Body):
+class ClassifiedPair(Body):
     """Two texts that are read as one."""
 
     text: NonEmptyText
@@ -90,7 +90,7 @@ class TextClassificationParameters(Body):
 class TextClassificationBody(TaskBody):
     """Texts or pairs that get labels."""
 
-    inputs: TextInputs | TextPair | Annotated[tuple[TextPair, ...], _BATCH]
+    inputs: TextInputs | ClassifiedPair | Annotated[tuple[ClassifiedPair, ...], _BATCH]
     parameters: TextClassificationParameters | None = None
 
 
@@ -155,6 +155,34 @@ class FeatureBody(TaskBody):
     parameters: FeatureParameters | None = None
 
 
+class ImageParameters(Body):
+    """Parameters of the classification of pictures."""
+
+    function_to_apply: Function | None = None
+    top_k: TopK | None = None
+
+
+class ImageBody(TaskBody):
+    """A picture in base64 or as a data URL. Without parameters, the body may be the picture's file."""
+
+    inputs: NonEmptyText
+    parameters: ImageParameters | None = None
+
+
+class ZeroShotImageParameters(Body):
+    """The labels among which the model chooses, and the sentence about each."""
+
+    candidate_labels: Labels
+    hypothesis_template: Template | None = None
+
+
+class ZeroShotImageBody(TaskBody):
+    """A picture that gets labels which the request names."""
+
+    inputs: NonEmptyText
+    parameters: ZeroShotImageParameters
+
+
 BODIES: Mapping[str, type[TaskBody]] = {
     "token-classification": TokenClassificationBody,
     "fill-mask": FillMaskBody,
@@ -162,6 +190,8 @@ BODIES: Mapping[str, type[TaskBody]] = {
     "zero-shot-classification": ZeroShotBody,
     "question-answering": QuestionBody,
     "feature-extraction": FeatureBody,
+    "image-classification": ImageBody,
+    "zero-shot-image-classification": ZeroShotImageBody,
 }
 
 

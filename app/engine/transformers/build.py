@@ -14,7 +14,7 @@ def build_transformers_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[
     request.report("importing transformers")
     torchao_module("transformers.modeling_utils")  # which imports torchao
     if request.checkpoint.kind == "encoder":
-        from app.engine.transformers.tasks import build_task_engine
+        from app.engine.transformers.task_table import build_task_engine
 
         return build_task_engine(request)
     from app.engine.transformers.generation import build_generation_engine

@@ -13,7 +13,7 @@ from app.engine.transformers.tasks import Item, Parameters, Task
 from app.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from app.engine.transformers.task_table import TextReader
+    from app.engine.transformers.texts import TextReader
 
 # What transformers' pipeline had, before it was removed from the library.
 _WINDOW_TOKENS, _OVERLAP_TOKENS, _QUESTION_TOKENS, _ANSWER_TOKENS = 384, 128, 64, 15
@@ -72,7 +72,7 @@ def _window(tokenizer: Any, windows: Any, place: int, context: str) -> Item:
 
     names = [name for name in tokenizer.model_input_names if name in windows]
     parts = windows.sequence_ids(place)
-    words = windows.words(place)
+    words = windows.word_ids(place)
     return {
         **{name: torch.tensor([windows[name][place]]) for name in names},
         "in_context": numpy.array([part == 1 for part in parts]),

@@ -2,51 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, pipeline
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, pipeline
 from transformers.pipelines.base import ChunkPipeline, Pipeline
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from app.backends.base import BaseBackend
+from app.backends.selection import HOST_BACKENDS, select_device_backend, select_host_backend
+from app.engine.build import BuildRequest, BuiltEngine, prepare_device
+from app.engine.encoder.batching import BatchingDelay
+from app.engine.transformers.generation import LIBRARY_ERRORS, first_line, load_model
+from app.engine.transformers.pictures import TextPictureModel, image_classification
 from app.engine.transformers.question_answering import answer_task
-from app.engine.transformers.tasks import Item, Parameters, Task
-from app.errors import ContextLengthExceeded, InvalidRequest
+from app.engine.transformers.tasks import Item, Parameters, Task, TaskEngine, TaskModel
+from app.engine.transformers.texts import TextReader
+from app.errors import CheckpointInvalid, InvalidRequest, StepFailed
+from app.hardware.step_times import ThrottleCorrection
 from app.models.transformers_tasks import TaskConfig
+from app.weights.checkpoint import Checkpoint
 
-_CHARACTERS_PER_TOKEN = 64  # a text with more is refused before it is tokenized
-_MAX_CHARACTERS = 2**20  # of a text that is read in windows
 _CHECK_TEXT = "A text of a few words."
-
-
-class TextReader:
-    """The tokenizer, which cuts texts only where a request asks for it, and the model's longest text."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> None:
-        self.tokenizer, self.max_model_len = tokenizer, max_model_len
-
-    def prepare(self, text: str, field: str = "inputs", *, cuts: bool = False, windows: bool = False) -> None:
-        """Set how texts are cut, and refuse one that is certainly too long."""
-        self.tokenizer.model_max_length = self.max_model_len if cuts or windows else VERY_LARGE_INTEGER
-        most = _MAX_CHARACTERS if cuts or windows else _CHARACTERS_PER_TOKEN * (self.max_model_len + 16)
-        if len(text) > most:
-            raise ContextLengthExceeded(f"{field} has {len(text)} characters, and may have at most {most}.", field)
-
-    def check_length(self, item: Item, field: str = "inputs") -> None:
-        number = item["input_ids"].shape[1]
-        if number > self.max_model_len:
-            raise ContextLengthExceeded(
-                f"{field} has {number} tokens, but this model reads at most {self.max_model_len}.", field
-            )
 
 
 def tasks_of(
     model: PreTrainedModel, directory: Path, config: TaskConfig, max_model_len: int
 ) -> tuple[dict[str, Task], int | None]:
     """Return the tasks of a model by name, and its padding token, None if texts cannot be padded."""
+    if config.reads_pictures and not config.reads_texts:
+        return {name: image_classification(model, directory) for name in config.tasks}, None
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     reader = TextReader(tokenizer, max_model_len)
+    if config.reads_pictures:
+        return TextPictureModel(model, directory, reader).tasks(), None
     tasks = {name: _TASKS[name](model, reader) for name in config.tasks}
     pads = tokenizer.padding_side == "right" and "attention_mask" in tokenizer.model_input_names
     return tasks, tokenizer.pad_token_id if pads else None
@@ -167,3 +159,51 @@ _TASKS: Mapping[str, Callable[[PreTrainedModel, TextReader], Task]] = {
     "question-answering": answer_task,
     "feature-extraction": _feature_extraction,
 }
+
+
+# ---- the engine ----------------------------------------------------------------------------------------------------
+
+_LOG = logging.getLogger(__name__)
+_TOLERANCE = 0.02  # of a text's outputs beside a longer one, as part of the largest; bf16 differs by less
+
+
+def build_task_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[TaskEngine, TaskModel, PreTrainedModel]:
+    """Load the model with transformers and try its tasks. Raises a `StartupError`."""
+    plan, config = request.plan, request.checkpoint.model_config
+    assert isinstance(config, TaskConfig), "a model that does tasks"
+    on_host = plan.placement.device in HOST_BACKENDS
+    backend: BaseBackend = prepare_device(request, select_host_backend if on_host else select_device_backend)
+    request.report("loading weights by transformers")
+    model = load_model(request.checkpoint, backend)
+    request.report("warming up")
+    try:
+        tasks, pad_id = tasks_of(model, request.checkpoint.directory, config, plan.memory.max_model_len)
+        runner = TaskModel(model, tasks, pad_id)
+        delay = BatchingDelay(plan.memory.batch_target_tokens, request.step_time_model, oldest_first=True)
+        correction = ThrottleCorrection(plan.cpu.throttling_quota)
+        engine = TaskEngine(runner, delay, throttle_correction=correction)
+        engine.check()
+        if runner.pad_id is not None and not pads_well(runner):
+            runner.pad_id = None
+    except (*LIBRARY_ERRORS, StepFailed) as error:
+        raise CheckpointInvalid(
+            f"transformers loads this {type(model).__name__}, but cannot do {', '.join(config.tasks)} with it:"
+            f" {first_line(error)}"
+        ) from error
+    _LOG.info("transformers computes %s: %s", type(model).__name__, ", ".join(tasks))
+    return BuiltEngine(engine, runner, model, backend)
+
+
+def pads_well(runner: TaskModel) -> bool:
+    """Return True if a text has the same outputs beside a longer one as alone, up to rounding."""
+    name, task = next(iter(runner.tasks.items()))
+    (item, *_) = task.split(task.check, task.check_parameters)
+    inputs = {key: value for key, value in item.items() if isinstance(value, Tensor) and value.dim() == 2}
+    longer = {**item, **{key: torch.cat((value, value[:, -2:]), 1) for key, value in inputs.items()}}
+    try:
+        together, alone = runner.compute(name, [item, longer], {})[0], runner.compute(name, [item], {})[0]
+    except LIBRARY_ERRORS as error:
+        _LOG.debug("texts cannot be padded: %s", error)
+        return False
+    pairs = [(together[key], alone[key]) for key in task.outputs]
+    return all(float((one - other).abs().max()) <= _TOLERANCE * float(other.abs().max()) for one, other in pairs)

@@ -19,21 +19,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from app.backends.base import BaseBackend
-from app.backends.selection import HOST_BACKENDS, select_device_backend, select_host_backend
-from app.engine.build import BuildRequest, BuiltEngine, prepare_device
 from app.engine.encoder.batching import BatchingDelay
-from app.engine.transformers.generation import LIBRARY_ERRORS, first_line, load_model
-from app.errors import CheckpointInvalid, InvalidRequest, RequestError, StepFailed
+from app.engine.transformers.generation import LIBRARY_ERRORS, first_line
+from app.errors import InvalidRequest, RequestError, StepFailed
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Abort, Array, ArraysReady, Event, RequestFailed, RunTask, Timings
 from app.metrics.steps import EngineSnapshot, StepStats
-from app.models.transformers_tasks import TaskConfig
-from app.weights.checkpoint import Checkpoint
 
 _LOG = logging.getLogger(__name__)
 MAX_ITEMS = 2_048  # of one request, as texts of an encoder
-_TOLERANCE = 0.02  # of a text's outputs beside a longer one, as part of the largest; bf16 differs by less
 _NOT_FINITE = (
     "The model's output for this request is not finite, so there is no result. Other requests are not affected."
 )
@@ -102,7 +96,8 @@ class TaskModel:
             longest = max(part.shape[1] for part in parts)
             filling = self.pad_id or 0 if name == "input_ids" else 0
             parts = [torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=filling) for part in parts]
-        return torch.cat(list(parts)).to(self.model.device)
+        joined = torch.cat(list(parts)).to(self.model.device)
+        return joined.to(self.model.dtype) if joined.is_floating_point() else joined
 
     @staticmethod
     def _row(task: Task, name: str, values: Tensor, row: int, item: Item) -> Tensor:
@@ -147,13 +142,13 @@ class TaskEngine:
 
     def __init__(
         self,
-        runner: TaskModel,
+        model: TaskModel,
         delay: BatchingDelay,
         clock: Callable[[], float] = time.monotonic,
         throttle_correction: ThrottleCorrection | None = None,
     ) -> None:
         self.stats: StepStats | None = None
-        self.runner = runner
+        self.model = model
         self.throttle_correction = throttle_correction or ThrottleCorrection()
         self._delay, self._clock = delay, clock
         self._waiting: deque[TaskState] = deque()
@@ -172,7 +167,9 @@ class TaskEngine:
         except LIBRARY_ERRORS as error:
             _LOG.warning("the inputs of a request could not be read: %s", error)
             reason = f"These inputs cannot be read for {message.task}: {first_line(error).rstrip('.')}."
-            return [RequestFailed(message.request_id, InvalidRequest(reason, field="inputs"))]
+            known = isinstance(error, ValueError)  # the library's own words about inputs
+            found = InvalidRequest(reason, field="inputs") if known else StepFailed("The inputs could not be read.")
+            return [RequestFailed(message.request_id, found)]
         return []
 
     def abort(self, command: Abort) -> list[Event]:
@@ -209,10 +206,10 @@ class TaskEngine:
 
     def check(self) -> None:
         """Compute an input that no client sent. Raises if that fails, or is not finite."""
-        for name, task in self.runner.tasks.items():
+        for name, task in self.model.tasks.items():
             items = task.split(task.check, task.check_parameters)
             json.dumps(
-                task.finish(compute_items(self.runner, name, items, task.check_parameters), task.check_parameters),
+                task.finish(compute_items(self.model, name, items, task.check_parameters), task.check_parameters),
                 default=plain,
             )
 
@@ -230,18 +227,18 @@ class TaskEngine:
         )
 
     def _read(self, message: RunTask) -> TaskState:
-        task, parameters = self.runner.tasks[message.task], json.loads(message.parameters)
+        task, parameters = self.model.tasks[message.task], json.loads(message.parameters)
         inputs = json.loads(message.inputs)
         items: list[tuple[int, Item, Hashable]] = []
         for index, given in enumerate(inputs):
             name = f"inputs[{index}]" if message.is_batch else "inputs"
             try:
-                made = task.split(message.files[given] if message.files else given, parameters)
+                made = task.split(message.files[given] if isinstance(given, int) else given, parameters)
             except RequestError as error:
                 if error.field == "inputs" and message.is_batch:
                     error.field, error.message = name, error.message.replace("inputs", name, 1)
                 raise
-            items += [(index, item, self.runner.key(message.task, item, parameters)) for item in made]
+            items += [(index, item, self.model.key(message.task, item, parameters)) for item in made]
             if len(items) > MAX_ITEMS:
                 raise InvalidRequest(f"The inputs are more than {MAX_ITEMS} texts or windows for the model.", "inputs")
         num_tokens = sum(size_of(item) for _, item, _ in items)
@@ -266,7 +263,7 @@ class TaskEngine:
     def _compute(self, batch: Sequence[tuple[TaskState, list[Item]]]) -> None:
         first = batch[0][0]
         items = [item for _, chosen in batch for item in chosen]
-        outputs = iter(self.runner.compute(first.message.task, items, first.parameters))
+        outputs = iter(self.model.compute(first.message.task, items, first.parameters))
         for state, chosen in batch:
             state.results += [next(outputs) for _ in chosen]
 
@@ -284,7 +281,7 @@ class TaskEngine:
         return self._end(state, error if isinstance(error, StepFailed) else StepFailed(reason))
 
     def _answer(self, state: TaskState) -> ArraysReady | RequestFailed:
-        task, message = self.runner.tasks[state.message.task], state.message
+        task, message = self.model.tasks[state.message.task], state.message
         places = [index for index, _, _ in state.items]
         try:
             results = [
@@ -335,47 +332,3 @@ def plain(value: Any) -> Any:
 def compute_items(runner: TaskModel, task: str, items: Sequence[Item], parameters: Parameters) -> list[Item]:
     """Return the items with their outputs, each computed alone."""
     return [runner.compute(task, [item], parameters)[0] for item in items]
-
-
-def build_task_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[TaskEngine, TaskModel, PreTrainedModel]:
-    """Load the model with transformers and try its tasks. Raises a `StartupError`."""
-    from app.engine.transformers.task_table import tasks_of
-
-    plan, config = request.plan, request.checkpoint.model_config
-    assert isinstance(config, TaskConfig), "a model that does tasks"
-    on_host = plan.placement.device in HOST_BACKENDS
-    backend: BaseBackend = prepare_device(request, select_host_backend if on_host else select_device_backend)
-    request.report("loading weights by transformers")
-    model = load_model(request.checkpoint, backend)
-    request.report("warming up")
-    try:
-        tasks, pad_id = tasks_of(model, request.checkpoint.directory, config, plan.memory.max_model_len)
-        runner = TaskModel(model, tasks, pad_id)
-        delay = BatchingDelay(plan.memory.batch_target_tokens, request.step_time_model, oldest_first=True)
-        correction = ThrottleCorrection(plan.cpu.throttling_quota)
-        engine = TaskEngine(runner, delay, throttle_correction=correction)
-        engine.check()
-        if runner.pad_id is not None and not pads_well(runner):
-            runner.pad_id = None
-    except (*LIBRARY_ERRORS, StepFailed) as error:
-        raise CheckpointInvalid(
-            f"transformers loads this {type(model).__name__}, but cannot do {', '.join(config.tasks)} with it:"
-            f" {first_line(error)}"
-        ) from error
-    _LOG.info("transformers computes %s: %s", type(model).__name__, ", ".join(tasks))
-    return BuiltEngine(engine, runner, model, backend)
-
-
-def pads_well(runner: TaskModel) -> bool:
-    """Return True if a text has the same outputs beside a longer one as alone, up to rounding."""
-    name, task = next(iter(runner.tasks.items()))
-    (item, *_) = task.split(task.check, task.check_parameters)
-    inputs = {key: value for key, value in item.items() if isinstance(value, Tensor) and value.dim() == 2}
-    longer = {**item, **{key: torch.cat((value, value[:, -2:]), 1) for key, value in inputs.items()}}
-    try:
-        together, alone = runner.compute(name, [item, longer], {})[0], runner.compute(name, [item], {})[0]
-    except LIBRARY_ERRORS as error:
-        _LOG.debug("texts cannot be padded: %s", error)
-        return False
-    pairs = [(together[key], alone[key]) for key in task.outputs]
-    return all(float((one - other).abs().max()) <= _TOLERANCE * float(other.abs().max()) for one, other in pairs)
