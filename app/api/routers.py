@@ -17,6 +17,7 @@ from app.api.llama_cpp import routes as llama_cpp
 from app.api.native.routes import NATIVE
 from app.api.oip import routes as oip
 from app.api.ollama.routes import OLLAMA
+from app.api.openai import audio
 from app.api.openai import routes as openai
 from app.api.openai.schemas import OPENAI_ERRORS, ChatCompletion, ChatCompletionChunk, TextCompletion
 from app.api.openai_responses.routes import RESPONSES
@@ -88,6 +89,7 @@ async def invocations(call: ApiCall) -> Response:
 DIALECTS = (
     server.PROBES,
     server.SERVER,
+    audio.AUDIO,
     openai.OPENAI,
     load_report.SGLANG,
     RESPONSES,

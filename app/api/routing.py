@@ -31,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 from app.api.access import NO_RULES, AccessRules, ApiKeys
 from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
+from app.api.forms import is_form, read_form
 from app.api.schemas import LOOP_BYTES, Body, parse_body
 from app.api.streaming import EventEncoding, Generation, merge_streams, respond, server_timing
 from app.errors import InvalidRequest, ModelNotFound, RequestError, UnsupportedParameter
@@ -405,10 +406,12 @@ class ApiCall:
             models.leave(entry)
 
     async def _named_in_body(self) -> str | None:
-        content = await self.read()
+        content, kind = await self.read(), self.request.headers.get("content-type", "")
         try:
+            if is_form(kind):
+                return next((one.decode("utf-8", "replace") for one in read_form(kind, content).get("model", ())), None)
             return await run_beside_loop(len(content), _name_in, content)
-        except ValidationError:  # the route says what is wrong with the body
+        except (ValidationError, InvalidRequest):  # the route says what is wrong with the body
             return None
 
     async def read(self) -> bytes | bytearray:

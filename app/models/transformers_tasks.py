@@ -33,6 +33,8 @@ _TASKS: Mapping[str, tuple[TaskName, ...]] = {
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": ("fill-mask",),
     "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES": ("feature-extraction",),
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": ("image-classification",),
+    "MODEL_FOR_CTC_MAPPING_NAMES": (SPEECH,),
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES": (SPEECH,),
     "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES": ("zero-shot-image-classification", "feature-extraction"),
 }
 _BASES = "MODEL_MAPPING_NAMES"  # classes without a head, of which those with a masked model read texts

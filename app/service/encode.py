@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -91,6 +92,8 @@ async def run_task(opened: OpenRequest, model: ServedTasks, request: TaskRequest
     ready = await _send_and_wait(opened, command, model.expected_tokens(request.size))
     opened.num_prompt_tokens = ready.num_tokens
     client.metrics.vectors_returned(1, ready.num_tokens, ready.timings, opened.exemplar)
+    if (audio := ready.arrays.get("audio_seconds")) is not None:
+        client.metrics.speech_recognized(struct.unpack("<d", audio.data)[0], client.clock() - opened.arrived_at)
     return TaskResult(ready.arrays["result"].data, ready.timings, ready.num_tokens)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import pre_tokenizers
 
 from app.messages import RequestFailed, RunTask
 
@@ -115,3 +116,53 @@ def write_picture_checkpoint(directory: Path, name: str) -> tuple[Any, Any]:
     processor = transformers.SiglipImageProcessor(size=size)
     processor.save_pretrained(directory)
     return save(directory, kind(config(text_config=text, vision_config=vision, **both))), (tokenizer, processor)
+
+
+def write_speech_checkpoint(directory: Path, name: str) -> Any:
+    """Write a tiny Whisper, or a tiny model with CTC, with what reads its sounds."""
+    import transformers
+
+    if name == "ctc":
+        vocab = {
+            "<pad>": 0,
+            "<s>": 1,
+            "</s>": 2,
+            "<unk>": 3,
+            "|": 4,
+            **{one: 5 + at for at, one in enumerate(_LETTERS)},
+        }
+        (directory / "vocab.json").write_text(json.dumps(vocab))
+        transformers.Wav2Vec2CTCTokenizer(str(directory / "vocab.json")).save_pretrained(directory)
+        transformers.Wav2Vec2FeatureExtractor().save_pretrained(directory)
+        config = transformers.Wav2Vec2Config(
+            **{**SIZES, "vocab_size": len(vocab)}, conv_dim=[16] * 3, conv_kernel=[10, 8, 4], conv_stride=[10, 8, 4],
+            num_feat_extract_layers=3, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2,
+        )  # fmt: skip
+        return save(directory, transformers.Wav2Vec2ForCTC(config))
+    words = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
+    words += ["<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: at for at, symbol in enumerate(symbols)}
+    tokenizer = transformers.WhisperTokenizer(vocab=vocab, merges=[])
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    tokenizer.add_tokens([f"<|{at * 0.02:.2f}|>" for at in range(1501)])
+    tokenizer.save_pretrained(directory)
+    ids = {word: tokenizer.convert_tokens_to_ids(word) for word in words}
+    transformers.WhisperFeatureExtractor(feature_size=16).save_pretrained(directory)
+    end = ids["<|endoftext|>"]
+    config = transformers.WhisperConfig(
+        vocab_size=len(tokenizer), num_mel_bins=16, d_model=32, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
+        decoder_start_token_id=ids["<|startoftranscript|>"], max_target_positions=64, eos_token_id=end, pad_token_id=end,
+        bos_token_id=end,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config)
+    given = {
+        "lang_to_id": {word: ids[word] for word in ("<|en|>", "<|de|>")}, "is_multilingual": True,
+        "task_to_id": {"transcribe": ids["<|transcribe|>"], "translate": ids["<|translate|>"]},
+        "no_timestamps_token_id": ids["<|notimestamps|>"], "max_initial_timestamp_index": 50, "max_length": 32,
+        "alignment_heads": [[1, 0]], "prev_sot_token_id": ids["<|startofprev|>"],
+        "decoder_start_token_id": ids["<|startoftranscript|>"], "eos_token_id": end, "pad_token_id": end,
+    }  # fmt: skip
+    model.generation_config = transformers.GenerationConfig(**given)
+    return save(directory, model)

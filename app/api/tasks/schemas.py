@@ -183,6 +183,24 @@ class ZeroShotImageBody(TaskBody):
     parameters: ZeroShotImageParameters
 
 
+class SpeechParameters(Body):
+    """Parameters of speech recognition. `language`, `task` and `prompt` are Whisper's."""
+
+    return_timestamps: bool | Literal["word", "char"] | None = None
+    language: Annotated[str, Field(pattern=r"^[a-z]{2,3}$")] | None = None
+    task: Literal["transcribe", "translate"] | None = None
+    prompt: Annotated[str, Field(max_length=10_000)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    max_new_tokens: Annotated[Int64, Field(ge=1, le=2**16)] | None = None
+
+
+class SpeechBody(TaskBody):
+    """A sound in base64 or as a data URL. Without parameters, the body may be the sound's file."""
+
+    inputs: NonEmptyText
+    parameters: SpeechParameters | None = None
+
+
 BODIES: Mapping[str, type[TaskBody]] = {
     "token-classification": TokenClassificationBody,
     "fill-mask": FillMaskBody,
@@ -191,6 +209,7 @@ BODIES: Mapping[str, type[TaskBody]] = {
     "question-answering": QuestionBody,
     "feature-extraction": FeatureBody,
     "image-classification": ImageBody,
+    "automatic-speech-recognition": SpeechBody,
     "zero-shot-image-classification": ZeroShotImageBody,
 }
 

@@ -19,11 +19,12 @@ from app.engine.encoder.batching import BatchingDelay
 from app.engine.transformers.generation import LIBRARY_ERRORS, first_line, load_model
 from app.engine.transformers.pictures import TextPictureModel, image_classification
 from app.engine.transformers.question_answering import answer_task
+from app.engine.transformers.speech import SpeechModel
 from app.engine.transformers.tasks import Item, Parameters, Task, TaskEngine, TaskModel
 from app.engine.transformers.texts import TextReader
 from app.errors import CheckpointInvalid, InvalidRequest, StepFailed
 from app.hardware.step_times import ThrottleCorrection
-from app.models.transformers_tasks import TaskConfig
+from app.models.transformers_tasks import SPEECH, TaskConfig
 from app.weights.checkpoint import Checkpoint
 
 _CHECK_TEXT = "A text of a few words."
@@ -33,6 +34,8 @@ def tasks_of(
     model: PreTrainedModel, directory: Path, config: TaskConfig, max_model_len: int
 ) -> tuple[dict[str, Task], int | None]:
     """Return the tasks of a model by name, and its padding token, None if texts cannot be padded."""
+    if SPEECH in config.tasks:
+        return {SPEECH: SpeechModel(model, directory).task()}, None
     if config.reads_pictures and not config.reads_texts:
         return {name: image_classification(model, directory) for name in config.tasks}, None
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -298,7 +299,10 @@ class TaskEngine:
         self._waiting.remove(state)
         began = state.started_at or 0.0
         timings = Timings(queue_seconds=began - message.arrived_at, encode_seconds=self._clock() - began)
-        return ArraysReady(message.request_id, {"result": Array("BYTES", (1,), content)}, timings, state.num_tokens)
+        arrays = {"result": Array("BYTES", (1,), content)}
+        if seconds := sum(item.get("seconds", 0.0) for item in state.results):
+            arrays["audio_seconds"] = Array("FP64", (1,), struct.pack("<d", seconds))
+        return ArraysReady(message.request_id, arrays, timings, state.num_tokens)
 
     def _end(self, state: TaskState, error: RequestError) -> RequestFailed:
         self._waiting.remove(state)
