@@ -10,7 +10,7 @@
 
 #include "linear_int.h"
 
-#define MOST_WIDTH 4 /* registers of outputs: a whole panel */
+#define PANEL_REGISTERS 4 /* registers of outputs: a whole panel */
 
 INLINE __m256 scales8(const uint8_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
@@ -45,8 +45,8 @@ INLINE void ask(const uint8_t *at, ptrdiff_t step) {
 #define OFFSET8 7 /* int8 weights have 128 added */
 
 /* Add the products of 4 inputs. */
-INLINE void sum_four(int rows, int width, int bits, int part, const uint8_t *at, const int8_t *x, __m256i (*acc)[MOST_WIDTH]) {
-    __m256i weights[MOST_WIDTH];
+INLINE void sum_four(int rows, int width, int bits, int part, const uint8_t *at, const int8_t *x, __m256i (*acc)[PANEL_REGISTERS]) {
+    __m256i weights[PANEL_REGISTERS];
 #pragma GCC unroll 4
     for (int v = 0; v < width; v++) {
         weights[v] = codes_of(bits, at, part, v);
@@ -62,7 +62,7 @@ INLINE void sum_four(int rows, int width, int bits, int part, const uint8_t *at,
 
 /* Add the products of 32 inputs and `width` registers of outputs to `acc`. `jump`: distance from a byte to the one to
  * prefetch, 0 for none. */
-INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
+INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[PANEL_REGISTERS]) {
     const ptrdiff_t step = bits == 4 ? 128 : 256;
 #pragma GCC unroll 4
     for (int eight = 0; eight < 4; eight++, at += step, x += rows * 8) {
@@ -84,8 +84,8 @@ INLINE __m256i kept(__m256i x) {
 }
 
 /* int4: the sums of pairs of 4 inputs, in int16. */
-INLINE void pair_four(int rows, int width, int part, const uint8_t *at, const int8_t *x, __m256i (*pairs)[MOST_WIDTH]) {
-    __m256i weights[MOST_WIDTH];
+INLINE void pair_four(int rows, int width, int part, const uint8_t *at, const int8_t *x, __m256i (*pairs)[PANEL_REGISTERS]) {
+    __m256i weights[PANEL_REGISTERS];
 #pragma GCC unroll 4
     for (int v = 0; v < width; v++) weights[v] = codes_of(4, at, part, v);
 #pragma GCC unroll 8
@@ -97,7 +97,7 @@ INLINE void pair_four(int rows, int width, int part, const uint8_t *at, const in
 }
 
 /* int4: the sums of pairs of 32 inputs. */
-INLINE void pair_32(int rows, int width, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*pairs)[MOST_WIDTH]) {
+INLINE void pair_32(int rows, int width, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*pairs)[PANEL_REGISTERS]) {
 #pragma GCC unroll 4
     for (int eight = 0; eight < 4; eight++, at += 128, x += rows * 8) {
         if (jump) ask(at + jump, 128);
@@ -106,8 +106,8 @@ INLINE void pair_32(int rows, int width, const uint8_t *at, const int8_t *x, ptr
     }
 }
 
-INLINE void sum_32_int4(int rows, int width, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
-    __m256i pairs[TILE_ROWS][MOST_WIDTH] = {{_mm256_setzero_si256()}};
+INLINE void sum_32_int4(int rows, int width, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[PANEL_REGISTERS]) {
+    __m256i pairs[TILE_ROWS][PANEL_REGISTERS] = {{_mm256_setzero_si256()}};
     pair_32(rows, width, at, x, jump, pairs);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -125,7 +125,7 @@ INLINE __m256i times_four(const int32_t *x) {
 /* The exact sums of a whole int4 group of 32 inputs. Both int16 halves of an output begin with -4 times the sum of
  * the group's activations, together the correction of the zero point 8. They stay below 2^15: 16 inputs times a code
  * of at most 15 - 4, and 4 times the sum of the other 16, are at most (16 * 11 + 16 * 4) * 127 = 30480. */
-INLINE void sum_int4_group(int rows, int width, const uint8_t *at, const int8_t *x, const int32_t *negated, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
+INLINE void sum_int4_group(int rows, int width, const uint8_t *at, const int8_t *x, const int32_t *negated, ptrdiff_t jump, __m256i (*acc)[PANEL_REGISTERS]) {
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -139,8 +139,8 @@ INLINE void sum_int4_group(int rows, int width, const uint8_t *at, const int8_t 
 
 /* int8: the weight's sign moves to the activation, since two products with unsigned codes up to 255 would overflow; 2
  * * 128 * 127 fits. */
-INLINE void sum_four_int8(int rows, int width, int part, const uint8_t *at, const int8_t *x, __m256i (*acc)[MOST_WIDTH]) {
-    __m256i weights[MOST_WIDTH], sizes[MOST_WIDTH];
+INLINE void sum_four_int8(int rows, int width, int part, const uint8_t *at, const int8_t *x, __m256i (*acc)[PANEL_REGISTERS]) {
+    __m256i weights[PANEL_REGISTERS], sizes[PANEL_REGISTERS];
 #pragma GCC unroll 4
     for (int v = 0; v < width; v++) weights[v] = codes_of(8, at, part, v), sizes[v] = _mm256_abs_epi8(weights[v]);
 #pragma GCC unroll 8
@@ -156,7 +156,7 @@ INLINE void sum_four_int8(int rows, int width, int part, const uint8_t *at, cons
 
 /* Add the products of 32 inputs and `width` registers of outputs to `acc`. `jump`: distance from a byte to the one to
  * prefetch, 0 for none. */
-INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
+INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[PANEL_REGISTERS]) {
     if (bits == 4) {
         sum_32_int4(rows, width, at, x, jump, acc);
         return;
@@ -172,8 +172,8 @@ INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_
 
 /* Add one group's exact sums of 8 * width outputs, times both scales, to `sums`. These outputs begin with
  * `first`. */
-INLINE void take_group(int rows, int width, int header, int first, const uint8_t *weight_scales, const float *scales, const int32_t *negated, __m256i (*acc)[MOST_WIDTH], float *sums) {
-    __m256 scale[MOST_WIDTH];
+INLINE void take_group(int rows, int width, int header, int first, const uint8_t *weight_scales, const float *scales, const int32_t *negated, __m256i (*acc)[PANEL_REGISTERS], float *sums) {
+    __m256 scale[PANEL_REGISTERS];
 #pragma GCC unroll 4
     for (int v = 0; v < width; v++) scale[v] = group_scales(header, weight_scales, first + v * 8);
 #pragma GCC unroll 8
@@ -191,7 +191,7 @@ INLINE void take_group(int rows, int width, int header, int first, const uint8_t
 
 /* The exact sums of one group's inputs and `width` registers of outputs. */
 INLINE void sum_group(int rows, int width, int bits, int header, int64_t group, const uint8_t *codes, const int8_t *x, const int32_t *negated, ptrdiff_t jump,
-                      __m256i (*acc)[MOST_WIDTH]) {
+                      __m256i (*acc)[PANEL_REGISTERS]) {
 #ifndef __AVXVNNI__
     if (bits == 4 && group == 32 && header != SCALES_AND_MINIMUMS) {
         sum_int4_group(rows, width, codes, x, negated, jump, acc);
@@ -234,7 +234,7 @@ INLINE void multiply_groups(int panels, int rows, int width, int bits, int heade
             }
             if (panels > 1 && g == groups - 1) ask(own + panels * layout.bytes + layout.codes, STREAM_STARTS); /* of the thread's next task */
             for (int first = 0; first < 4; first += width) {
-                __m256i acc[TILE_ROWS][MOST_WIDTH];
+                __m256i acc[TILE_ROWS][PANEL_REGISTERS];
                 sum_group(rows, width, bits, header, group, own_codes + first * 32, x, negated, first ? 0 : jump, acc);
                 take_group(rows, width, header, first * 8, own_scales, scales, negated, acc, sums + p * rows * PANEL_OUTPUTS);
             }

@@ -26,7 +26,7 @@ INLINE int32x4_t dot_lane(int32x4_t sum, int8x16_t weights, int8x16_t x, int lan
 }
 
 /* 4 inputs of one quad for every row; row r of half h is 32-bit element h * rows + r of x. */
-INLINE void dot(int rows, int8x16_t weights, const int8x16_t *x, int half, int quad, int32x4_t (*acc)[QUADS]) {
+INLINE void dot_rows(int rows, int8x16_t weights, const int8x16_t *x, int half, int quad, int32x4_t (*acc)[QUADS]) {
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) acc[r][quad] = dot_lane(acc[r][quad], weights, x[(half * rows + r) / 4], (half * rows + r) % 4);
 }
@@ -54,8 +54,8 @@ INLINE void multiply_group(int rows, int quads, int bits, int header, const grou
 #pragma GCC unroll 16
         for (int q = 0; q < quads; q++) {
             const uint8x16_t line = vld1q_u8(codes + q * 16);
-            dot(rows, bits == 4 ? low_codes(line) : vreinterpretq_s8_u8(line), words, 0, q, acc);
-            dot(rows, bits == 4 ? high_codes(line) : vreinterpretq_s8_u8(vld1q_u8(codes + q * 16 + 128)), words, 1, q, acc);
+            dot_rows(rows, bits == 4 ? low_codes(line) : vreinterpretq_s8_u8(line), words, 0, q, acc);
+            dot_rows(rows, bits == 4 ? high_codes(line) : vreinterpretq_s8_u8(vld1q_u8(codes + q * 16 + 128)), words, 1, q, acc);
         }
     }
 #pragma GCC unroll 16

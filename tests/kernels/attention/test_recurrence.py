@@ -20,7 +20,7 @@ from native_levels import at_level, levels
 
 LEVELS = levels()
 DELTA, ODD_DELTA = RecurrentSizes(4, 2, 128, 128, 4, True), RecurrentSizes(6, 2, 20, 36, 3, True)
-SCAN, ODD_SCAN = RecurrentSizes(8, 1, 64, 64, 4, False), RecurrentSizes(6, 3, 13, 10, 2, False)
+SCAN, ODD_SCAN = RecurrentSizes(8, 1, 64, 64, 4, False), RecurrentSizes(6, 3, 13, 10, 8, False)
 SIZES = [DELTA, ODD_DELTA, SCAN, ODD_SCAN]
 # Two prompts, one of them continued, and decodes between them.
 RUNS = [StateRun(0, 1, 9, 2), StateRun(1, 7, 0, 0), StateRun(8, 1, 30, 4), StateRun(9, 5, 3, 1), StateRun(14, 1, 0, 3)]

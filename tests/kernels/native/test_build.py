@@ -125,6 +125,24 @@ def test_only_a_level_is_compiled_for_its_instructions(sources: Path, tmp_path: 
 
 
 @needs_gcc
+@pytest.mark.parametrize("compiled_for", ["here", "aarch64"])
+def test_no_level_has_an_error(sources: Path, root: Path, tmp_path: Path, compiled_for: str) -> None:
+    """`make native` compiles the levels of this processor alone, so another level's error would be seen late."""
+    toolchain = root / "cmake/aarch64-linux-gnu.cmake"
+    if compiled_for == "aarch64" and shutil.which("aarch64-linux-gnu-gcc") is None:
+        pytest.skip("there is no cross compiler for 64-bit Arm")
+    options = [f"-DCMAKE_TOOLCHAIN_FILE={toolchain}"] if compiled_for == "aarch64" else []
+    status(sources, tmp_path / "build", *options, **({} if options else {"CC": str(CC)}))
+    levels = {path.name for path in (sources / "levels").iterdir()}
+    of_levels = [(file, command) for file, command in commands(tmp_path / "build") if file in levels]
+    assert len(of_levels) >= 16
+    for file, command in of_levels:
+        flags = command.split(" -o ")[0].split()
+        found = run(*flags, "-Werror", "-fsyntax-only", sources / "levels" / file)
+        assert found.returncode == 0, found.stderr[:3000]
+
+
+@needs_gcc
 def test_a_level_shares_no_function_with_another(root: Path) -> None:
     """The linker keeps one of two functions with one name: were it the one with newer instructions, an old processor would meet them."""
     objects = list((root / "build/native/CMakeFiles").glob("part_*.dir/levels/*.o"))
