@@ -50,7 +50,7 @@ class TranscriptionBody(TranslationBody):
     stream: bool | None = None
 
 
-class Segment(TypedDict, total=False):
+class SpokenSegment(TypedDict, total=False):
     """A part of what is said, with its time in seconds."""
 
     id: int
@@ -66,8 +66,8 @@ class Transcription(TypedDict, total=False):
     task: str
     language: str | None
     duration: float
-    segments: list[Segment]
-    words: list[Segment]
+    segments: list[SpokenSegment]
+    words: list[SpokenSegment]
 
 
 _ROUTE: Mapping[str, Any] = {
