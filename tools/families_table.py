@@ -35,7 +35,7 @@ expect:
 **Gemma 3n** takes less: its last layers read the keys and values of an earlier layer (40 KiB a token in BF16). Each layer
 also reads a row for each token from a table that stays mapped (3.75 of the 8.3 GiB of E2B). A plan counts all of it.
 
-**A recurrent state** (Qwen3-Next, Qwen 3.5, Granite 4, Nemotron-H, Bamba, Mamba-2) has one size for any length, in FP32:
+**A recurrent state** (Qwen 3.5, Granite 4, Nemotron-H, Falcon-H1, Mamba-2 and others) has one size for any length, in FP32:
 19 MiB for a sequence of Qwen3.5-0.8B. It cannot go back, so no prefix is reused, and speculation and the prompt cache are
 off with such a model. They are computed on processors only.
 

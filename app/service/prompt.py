@@ -11,14 +11,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.errors import ContextLengthExceeded, InvalidRequest, TemplateStopped, UnsupportedParameter
-from app.messages import ALL_LOGPROBS, MAX_LOGPROBS, Generate, GrammarSource, LoadedAdapter, SamplingParams
+from app.messages import (
+    ALL_LOGPROBS,
+    MAX_LOGPROBS,
+    Generate,
+    GrammarSource,
+    LoadedAdapter,
+    SamplingParams,
+    ThinkingLimit,
+)
 from app.service.requests import GenerationRequest, Infill, Tool
 from app.service.served_model import ServedDecoder, ServedEncoder, ServingLimits
 from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
 from app.text.chat import ChatOptions
 from app.text.grammar_definition import check_source
 from app.text.infill import InfillFormat, InfillPrompt, find_infill_format, shorten_infill
-from app.text.reasoning import ReasoningFormat, closes_reasoning, opens_reasoning
+from app.text.reasoning import ReasoningFormat, closes_reasoning, opens_reasoning, thinking_limit
 from app.text.tool_formats import begun_answer
 from app.text.tool_grammars import forced_calls_grammar
 
@@ -26,6 +34,7 @@ from app.text.tool_grammars import forced_calls_grammar
 # number of characters takes 0.3 ms.
 SHORT_CHARACTERS = 1_000
 _MAX_TOKEN_CHARACTERS = 64  # few tokens have more, on average over a text
+THINKING_LIMIT = "thinking_token_budget"  # the field's name, as in vLLM
 _END_TOKENS = 64  # tokens of a prompt's end in which the first tag of reasoning is looked for
 # In one response, if a request asks for more than `MAX_LOGPROBS` at a token: those of one token with the largest
 # vocabularies in use.
@@ -40,7 +49,8 @@ class Prompt:
     `params` are the request's, with numbers of log-probabilities and further end tokens from the model. `num_scores` is
     how many log-probabilities the response may have; 0 if there are few at each token. `literals` are the special
     tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of reasoning. `begun`: the text
-    before an answer that ends the prompt, as far as it is there. `grammar` is not compiled yet.
+    before an answer that ends the prompt, as far as it is there. `grammar` is not compiled yet. `thinking`: the limit of
+    the reasoning.
     """
 
     token_ids: tuple[int, ...]
@@ -51,6 +61,7 @@ class Prompt:
     literals: Mapping[int, str] = field(default_factory=dict)
     opens_reasoning: bool = False
     begun: str = ""
+    thinking: ThinkingLimit | None = None
 
     def most_tokens(self, max_model_len: int) -> int:
         """Return the most tokens of the prompt and all choices of its completion together."""
@@ -67,7 +78,7 @@ class Prompt:
         definition: str = "",
     ) -> Generate:
         tokens = self.token_ids, self.params, arrived_at, self.bad_word_ids
-        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt, definition)
+        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt, definition, self.thinking)
 
 
 def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
@@ -88,7 +99,14 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
     if source is not None and model.grammars is not None:
         literals |= model.grammars.tokens_in(source)
     bad_word_ids = _bad_word_ids(model, request.params.bad_words)
-    return Prompt(token_ids, params, num_scores, bad_word_ids, source, literals, is_open, begun)
+    thinking = None
+    if form is not None and request.thinking_budget is not None:
+        if params.beam_width > 1:
+            raise InvalidRequest(
+                "a limit of thinking tokens cannot be combined with a beam search.", field=THINKING_LIMIT
+            )
+        thinking = thinking_limit(form, model.tokenizer, request.thinking_budget, is_open)
+    return Prompt(token_ids, params, num_scores, bad_word_ids, source, literals, is_open, begun, thinking)
 
 
 def resolve_logprobs(

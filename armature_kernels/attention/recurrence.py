@@ -31,7 +31,7 @@ class Recurrence:
 
     `filters` [width, channels], the last one for a token's own position; `bias` [channels]. With
     step = softplus(step_scale * x + step_bias) within `step_limits`, a head's state decays by e^(-rates * step) [heads].
-    `skips` [heads] times values are added to the result.
+    `skips` [heads] times values are added to the result. The delta rule takes in beta_scale * sigmoid(betas) of a value.
     """
 
     sizes: RecurrentSizes
@@ -42,6 +42,7 @@ class Recurrence:
     skips: Tensor | None = None
     step_limits: tuple[float, float] = (0.0, math.inf)
     step_scale: float = 1.0
+    beta_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def recur(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, step: Stat
     weights = (layer.filters.data_ptr(), _address(layer.bias), layer.rates.data_ptr(), layer.step_bias.data_ptr())
     strides = (inputs.channels.stride(0), inputs.steps.stride(0), slot_stride)
     counts = (sizes.channels, sizes.heads, sizes.width, wide, wide_steps)
-    numbers = (*layer.step_limits, layer.step_scale)
+    numbers = (*layer.step_limits, layer.step_scale, layer.beta_scale)
     results = (mixed.data_ptr(), scales.data_ptr(), first)
     run_operation(RecurInputsArguments(*rows, *results, *weights, *strides, *counts, *numbers), mixed.numel())
     out = empty((tokens, sizes.values), torch.float32)
@@ -142,7 +143,7 @@ def recur_torch(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, runs
     sizes = layer.sizes
     steps = F.softplus(inputs.steps.float() * layer.step_scale + layer.step_bias).clamp(*layer.step_limits)
     decays = torch.exp(-layer.rates * steps)
-    factors = steps if inputs.betas is None else inputs.betas.float().sigmoid()
+    factors = steps if inputs.betas is None else inputs.betas.float().sigmoid() * layer.beta_scale
     out = torch.empty(len(steps), sizes.values, device=states.device)
     for run in runs:
         own, state = slice(run.first, run.first + run.num_tokens), states[run.slot]

@@ -353,7 +353,8 @@ typedef struct {
 } expert_weights;
 
 /* hidden [rows, down.outputs] fp32 += the sum over j < k, in this order, of weights[i, j] times expert ids[i, j] of x[i]:
- * down(act(gate x) * up x), gate and up being the halves of one product. x [rows, inputs] is bf16 or, if `wide`, fp32;
+ * down(act(gate x) * up x), gate and up being the halves of one product, or down(act(up x)) if that product has no more
+ * outputs than `down` has inputs. x [rows, inputs] is bf16 or, if `wide`, fp32;
  * row strides in elements. ids and weights [rows, k] are read when the operation runs, and each expert's weights are read
  * once for all of its rows. `scratch` has `armature_experts_scratch` bytes. */
 typedef struct {
@@ -526,7 +527,7 @@ typedef struct {
 /* out [tokens, channels] fp32 = silu(bias + the sum over i < width of filters[i] * x of position p - width + 1 + i), x being bf16
  * or, if `wide`, fp32 with a stride between tokens in elements; filters [width, channels] fp32, bias [channels] or NULL. And
  * scales [tokens, 2, heads]: with step = softplus(step_scale * steps + step_bias), at least `least` and at most `most`, the
- * decay e^(-rates * step), and sigmoid(betas) if given, else the step. steps and betas [tokens, heads] have a stride and are
+ * decay e^(-rates * step), and beta_scale * sigmoid(betas) if given, else the step. steps and betas [tokens, heads] have a stride and are
  * bf16 or, if `wide_steps`, fp32. `states`: the layer's convolution in slot 0, slots are slot_stride floats apart. */
 typedef struct {
     const void *x, *steps, *betas;
@@ -534,7 +535,7 @@ typedef struct {
     float *out, *scales, *states;
     const float *filters, *bias, *rates, *step_bias;
     int64_t x_stride, step_stride, slot_stride, channels, heads, width, wide, wide_steps;
-    double least, most, step_scale;
+    double least, most, step_scale, beta_scale;
 } recur_inputs_arguments;
 
 /* out [tokens, heads, value_size] fp32 from x [tokens, channels] and scales of OP_RECUR_INPUTS. `query`, `key` and `value` are the

@@ -56,7 +56,7 @@ static void token_scales(const recur_inputs_arguments *a, int64_t row) {
         vf step = softplus(row_load_part(a->wide_steps, steps, i, left) * (float)a->step_scale + vf_load_part(a->step_bias + i, left));
         step = vf_select(step < (float)a->least, vf_all((float)a->least), vf_select(step > (float)a->most, vf_all((float)a->most), step));
         vf_store_part(decays + i, vf_exp(-vf_load_part(a->rates + i, left) * step), left);
-        vf_store_part(factors + i, betas ? 1.0f / (1.0f + vf_exp(-row_load_part(a->wide_steps, betas, i, left))) : step, left);
+        vf_store_part(factors + i, betas ? (float)a->beta_scale / (1.0f + vf_exp(-row_load_part(a->wide_steps, betas, i, left))) : step, left);
     }
 }
 

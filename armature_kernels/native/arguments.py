@@ -447,7 +447,7 @@ class RecurInputsArguments(Arguments):
         *((name, _ADDRESS) for name in ("filters", "bias", "rates", "step_bias")),
         *((name, _INT) for name in ("x_stride", "step_stride", "slot_stride", "channels", "heads", "width")),
         *((name, _INT) for name in ("wide", "wide_steps")),
-        *((name, _FLOAT) for name in ("least", "most", "step_scale")),
+        *((name, _FLOAT) for name in ("least", "most", "step_scale", "beta_scale")),
     )
 
 

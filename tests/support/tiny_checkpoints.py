@@ -144,6 +144,18 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "ssm_state_size": 13,
         "conv_kernel": 4,
     },
+    "FalconH1ForCausalLM": {
+        "model_type": "falcon_h1",
+        "mamba_n_heads": 6,
+        "mamba_d_head": 10,
+        "mamba_d_ssm": 60,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 13,
+        "mamba_d_conv": 4,
+        "key_multiplier": 0.7,
+        "ssm_multipliers": [0.7, 1.1, 1.2, 0.9, 1.3],
+        "mlp_multipliers": [0.8, 0.6],
+    },
     "Mamba2ForCausalLM": {
         "model_type": "mamba2",
         "num_heads": 8,

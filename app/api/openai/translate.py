@@ -60,6 +60,7 @@ def chat_request(body: ChatBody, defaults: Defaults) -> GenerationRequest:
         tools=use,
         separates_reasoning=True,
         cache_salt=body.cache_salt,
+        thinking_budget=body.thinking_limit,
     )
 
 

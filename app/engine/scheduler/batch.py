@@ -14,6 +14,7 @@ from typing import Protocol
 
 from msgspec import structs
 
+from app.engine.scheduler.thinking import ThinkingState
 from app.messages import (
     Event,
     FinishReason,
@@ -135,6 +136,7 @@ class Sequence:
     scoring: PromptScoring | None = None  # set if the request wants scores of its prompt
     adapter: LoadedAdapter | None = None
     cache_salt: str | None = None
+    thinking: ThinkingState | None = None  # after the tokens of `token_ids`; None: without a limit
 
     @property
     def prefix_scope(self) -> PrefixScope:
@@ -165,6 +167,7 @@ class Sequence:
             or bool(self.bad_word_ids)
             or self.params.allowed_token_ids is not None
             or self.num_completion_tokens < self.params.min_tokens
+            or (self.thinking is not None and self.thinking.is_near)
         )
 
     @property
@@ -182,6 +185,8 @@ class Sequence:
         self.token_ids.append(token_id)
         if self.grammar is not None:
             self.grammar.advance(token_id)
+        if self.thinking is not None:
+            self.thinking.advance(token_id)
 
     @property
     def num_candidates(self) -> int:
@@ -210,6 +215,7 @@ def make_sequence(
         bad_word_ids=request.bad_word_ids,
         adapter=request.adapter,
         cache_salt=request.cache_salt,
+        thinking=None if request.thinking is None else ThinkingState(request.thinking),
     )
 
 

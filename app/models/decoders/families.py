@@ -475,7 +475,7 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
 
 # What is not offered -> the starts of the class names that need it.
 UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "state-space layers, whose state is not a KV cache": (*("Mamba", "FalconMamba", "FalconH1", "Jamba", "Zamba"),),
+    "state-space layers, whose state is not a KV cache": (*("Mamba", "FalconMamba", "Jamba", "Zamba"),),
     "recurrent layers with a state, such as linear attention": (
         *(
             "Rwkv",
@@ -484,7 +484,6 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
             "MiniMaxText",
             "MiniMaxM1",
             "KimiLinear",
-            "OlmoHybrid",
             "xLSTM",
         ),
     ),

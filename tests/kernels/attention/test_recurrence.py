@@ -34,7 +34,7 @@ def layer_of(sizes: RecurrentSizes) -> Recurrence:
     )
     rates, steps = torch.rand(sizes.heads, generator=made) * 4, torch.randn(sizes.heads, generator=made)
     if sizes.has_delta:
-        return Recurrence(sizes, filters, None, rates, steps)
+        return Recurrence(sizes, filters, None, rates, steps, beta_scale=2.0 if sizes == ODD_DELTA else 1.0)
     return Recurrence(sizes, filters, bias, rates, steps, torch.randn(sizes.heads, generator=made), (0.05, 3.0), 0.7)
 
 
@@ -75,7 +75,7 @@ def test_the_delta_rule_equals_transformers(sizes: RecurrentSizes) -> None:
         key.reshape(1, tokens, sizes.key_heads, -1),
         value.reshape(1, tokens, sizes.heads, -1),
         (-layer.rates * torch.nn.functional.softplus(inputs.steps + layer.step_bias))[None],
-        inputs.betas.sigmoid()[None],
+        (inputs.betas.sigmoid() * layer.beta_scale)[None],
         use_qk_l2norm_in_kernel=True,
     )
     states = torch.empty(1, sizes.state_elements)

@@ -54,3 +54,12 @@ def test_nothing_that_needs_an_earlier_state_is_on() -> None:
         plan(machine(), NEEDS, prompt_cache="/nowhere")
     with pytest.raises(PlanImpossible, match="draft_model is set, but a recurrent state cannot go back"):
         plan(machine(), dataclasses.replace(NEEDS, draft=NEEDS), draft_model="/nowhere")
+
+
+def test_the_plan_says_what_of_a_state_is_not_rounded() -> None:
+    def reason(precision: str, **fields: int) -> str:
+        made = plan(machine(), dataclasses.replace(NEEDS, **fields), precision=precision)
+        return made.decisions["keep_layers"].reason
+
+    assert "decays" in reason("int4") and "decays" in reason("int8")
+    assert "decays" not in reason("bf16") and "decays" not in reason("int4", state_bytes=0)
