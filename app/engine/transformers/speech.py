@@ -139,7 +139,8 @@ class SpeechModel:
         if language is not None and f"<|{language}|>" not in self._languages:
             known = ", ".join(sorted(name.strip("<|>") for name in self._languages))
             raise InvalidRequest(f"language must be one of {known}.", "parameters.language")
-        wanted, offered = parameters.get("return_timestamps"), (False, None, True, "word")
+        wanted = parameters.get("return_timestamps")
+        offered: tuple[object, ...] = (False, None, True, "word")
         offered = (
             offered
             if self.is_whisper

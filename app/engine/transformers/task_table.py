@@ -42,7 +42,7 @@ def tasks_of(
     reader = TextReader(tokenizer, max_model_len)
     if config.reads_pictures:
         return TextPictureModel(model, directory, reader).tasks(), None
-    tasks = {name: _TASKS[name](model, reader) for name in config.tasks}
+    tasks: dict[str, Task] = {name: _TASKS[name](model, reader) for name in config.tasks}
     pads = tokenizer.padding_side == "right" and "attention_mask" in tokenizer.model_input_names
     return tasks, tokenizer.pad_token_id if pads else None
 
