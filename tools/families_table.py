@@ -36,8 +36,8 @@ expect:
 also reads a row for each token from a table that stays mapped (3.75 of the 8.3 GiB of E2B). A plan counts all of it.
 
 **A recurrent state** (Qwen 3.5, Granite 4, Nemotron-H, Falcon-H1, Mamba-2 and others) has one size for any length, in FP32:
-19 MiB for a sequence of Qwen3.5-0.8B. It cannot go back, so no prefix is reused, and speculation and the prompt cache are
-off with such a model. They are computed on processors only.
+19 MiB for a sequence of Qwen3.5-0.8B. A prefix goes on from a copy of it: at the end of a prompt or an answer, or every 128
+to 512 tokens. Speculation and the prompt cache are off, as it cannot go back. They are computed on processors only.
 
 **Gemma 4** has such a table in E2B and E4B. Its layers of full attention have larger heads than those with a window, and a
 row of the cache has room for the larger of both: 512 elements of keys in E2B, of which layers with a window use 256.

@@ -1,8 +1,8 @@
 """Layers with a recurrent state: the gated delta rule (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060).
 
 Before both is a short convolution. The state of a sequence has a constant size: the last inputs of the convolution, and a
-matrix for each head. It is fp32 and changes in place, so an operation runs once for each token; tokens are computed one
-after the other, and a result does not depend on the parts in which a prompt came.
+matrix for each head. It is fp32 and changes in place, so an operation runs once for each token. The kernels compute prompts
+in chunks of tokens, whose last bits depend on where a prompt is cut, unless they are asked to go token by token.
 
 `csrc/recur.h` has the kernels of a CPU. The functions whose names end in `_torch` are the reference implementation and
 serve elsewhere.
@@ -94,7 +94,9 @@ def _fields(run: StateRun) -> tuple[int, int, int, int]:
     return run.first, run.num_tokens, run.start, run.slot
 
 
-def recur(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, step: StateStep) -> Tensor:
+def recur(
+    inputs: RecurrentInputs, layer: Recurrence, states: Tensor, step: StateStep, by_token: bool = False
+) -> Tensor:
     """Return the result fp32 [tokens, heads * value_size] of a layer, and change the states of the step's sequences.
 
     Args:
@@ -102,6 +104,7 @@ def recur(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, step: Stat
         layer: The parameters.
         states: The layer's states of all slots, fp32 [slots, state_elements].
         step: The sequences.
+        by_token: Compute no tokens together, so that results do not depend on the parts in which a prompt came.
     """
     if not supports_recurrence(inputs):
         return recur_torch(inputs, layer, states, step.runs)
@@ -119,7 +122,7 @@ def recur(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, step: Stat
     out = empty((tokens, sizes.values), torch.float32)
     reads = (mixed.data_ptr(), scales.data_ptr(), _address(layer.skips), step.address)
     matrices = first + 4 * sizes.tail_elements
-    shape = (sizes.heads, sizes.key_heads, sizes.key_size, sizes.value_size, sizes.has_delta)
+    shape = (sizes.heads, sizes.key_heads, sizes.key_size, sizes.value_size, sizes.has_delta, by_token)
     run_operation(
         RecurArguments(*reads, out.data_ptr(), matrices, slot_stride, sizes.channels, *sizes.places, *shape),
         out.numel() * sizes.key_size,

@@ -541,12 +541,13 @@ typedef struct {
 /* out [tokens, heads, value_size] fp32 from x [tokens, channels] and scales of OP_RECUR_INPUTS. `query`, `key` and `value` are the
  * first channels of each; head h has the query and the key h / (heads / key_heads), of key_size elements. With the state S
  * of a head, its decay d and its factor f: S = d S + key (f value), out = query S + skips value, or with `delta`, keys and queries
- * being divided by their lengths and queries also by sqrt(key_size): S = d S + key (f (value - key d S)), out = query S. */
+ * being divided by their lengths and queries also by sqrt(key_size): S = d S + key (f (value - key d S)), out = query S. With `by_token`, tokens
+ * are never computed in chunks. */
 typedef struct {
     const float *x, *scales, *skips;
     const state_step *step;
     float *out, *states;
-    int64_t slot_stride, channels, query, key, value, heads, key_heads, key_size, value_size, delta;
+    int64_t slot_stride, channels, query, key, value, heads, key_heads, key_size, value_size, delta, by_token;
 } recur_arguments;
 
 /* out [rows, size] = x times act(gate_scale * gate), silu or, if `sigmoid`, a sigmoid. With `group`, each so many elements are

@@ -458,7 +458,7 @@ class RecurArguments(Arguments):
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "scales", "skips", "step", "out", "states")),
         *((name, _INT) for name in ("slot_stride", "channels", "query", "key", "value", "heads", "key_heads")),
-        *((name, _INT) for name in ("key_size", "value_size", "delta")),
+        *((name, _INT) for name in ("key_size", "value_size", "delta", "by_token")),
     )
 
 

@@ -75,6 +75,7 @@ def written(name: str, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.cases(test=1, ci=4)
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

@@ -27,6 +27,7 @@ def logits(directory: Path, precision: str = "float32") -> torch.Tensor:
     return found.float()
 
 
+@pytest.mark.cases(test=4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     overrides = OVERRIDES.get(name, {})
@@ -35,6 +36,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(logits(directory), expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.cases(test=3)
 @pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_codes_give_the_logits_of_their_values(tmp_path: Path, name: str) -> None:

@@ -122,7 +122,7 @@ _DELTA_RULE = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
 }
-# Layers with a recurrent state, of which no prefix is reused.
+# Layers with a recurrent state.
 RECURRENT: dict[str, dict[str, Any]] = {
     "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text", **_DELTA_RULE},
     "Qwen3NextForCausalLM": {

@@ -326,10 +326,7 @@ def scored_spans(spans: Iterable[ScheduledSpan]) -> tuple[ScoredSpan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KvCopy:
-    """Copy job for the keys and values of positions `[start, end)` between slots, before the step runs.
-
-    A recurrent state, which is that after position `end`, is copied too.
-    """
+    """Copy job for the keys and values of positions `[start, end)` between slots, before the step runs."""
 
     source: int
     target: int
@@ -342,8 +339,9 @@ class Batch:
     """The work of one step, which `schedule()` returns and the runner computes: decodes first, then prefill chunks.
 
     The order is binding: `copies` one after the other, then `released` pages are given back, since a copy may read from
-    one, then the spans. `ahead`: launched while the previous step, which has a row for each sequence, was in flight;
-    then all spans are decodes. `scored` are the parts of spans that score their prompts.
+    one, then the spans. Copies of recurrent states are done before them too, in order. `ahead`: launched while the
+    previous step, which has a row for each sequence, was in flight; then all spans are decodes. `scored` are the parts
+    of spans that score their prompts.
     """
 
     spans: tuple[ScheduledSpan, ...]
@@ -353,6 +351,7 @@ class Batch:
     preempted: int = 0  # number of sequences that lost their KV memory for this step
     ahead: bool = False
     scored: tuple[ScoredSpan, ...] = ()
+    state_copies: tuple[tuple[int, int], ...] = ()  # (source row, target row)
 
     @property
     def num_tokens(self) -> int:

@@ -32,8 +32,9 @@ NEEDS = Needs(
 def test_the_states_of_the_sequences_at_a_time_are_counted() -> None:
     made = plan(machine(), NEEDS)
     running = made.memory.max_running_seqs
-    assert made.memory.state_bytes == (running + 1) * 20 * MIB
-    assert "20 MiB for each sequence" in made.decisions["state_bytes"].reason
+    assert made.memory.state_bytes == 3 * running * 20 * MIB  # as many of finished ones, and of checkpoints
+    reason = made.decisions["state_bytes"].reason
+    assert "20 MiB for each sequence" in reason and f"each of {2 * running} prefixes" in reason
     without = plan(machine(), dataclasses.replace(NEEDS, state_bytes=0))
     assert without.memory.state_bytes == 0 and without.memory.kv_cache_bytes > made.memory.kv_cache_bytes
 
