@@ -1,6 +1,6 @@
 """Messages between the service and the engine: frozen dataclasses of plain values, which another process could read.
 
-The engine's mailbox takes `Generate`, `Encode`, `Infer`, `Abort`, `SetAdapter` and `Stop`. Events come back as one list
+The engine's mailbox takes `Generate`, `Encode`, `Infer`, `RunTask`, `Abort`, `SetAdapter` and `Stop`. Events come back as one list
 per step: `PromptScored`, `TokensReady` and `SequenceFinished` for a generation, one `ArraysReady` for an `Encode` or
 `Infer`, and `RequestFailed` for any of them. Messages between the API and the service are in `service/requests.py`.
 """
@@ -335,6 +335,23 @@ class Infer(Struct, frozen=True, array_like=True, tag=True):
     arrived_at: float
 
 
+class RunTask(Struct, frozen=True, array_like=True, tag=True):
+    """A task besides generation, such as `token-classification`, for a model that transformers computes.
+
+    `inputs` is a JSON list. In place of pictures and sounds it has the numbers of the `files` that have their bytes.
+    With `is_batch`, the result is a list with one for each input, otherwise that of the only one. `parameters` is a JSON
+    object.
+    """
+
+    request_id: str
+    task: str
+    inputs: bytes
+    parameters: bytes
+    arrived_at: float
+    files: tuple[bytes, ...] = ()
+    is_batch: bool = False
+
+
 class Abort(Struct, frozen=True, array_like=True, tag=True):
     """The client no longer needs this request. Unknown and finished ids are ignored."""
 
@@ -347,7 +364,7 @@ class Stop(Struct, frozen=True, array_like=True, tag=True):
     """End the worker thread once the events of what is running were delivered."""
 
 
-EngineRequest = Generate | Encode | Infer
+EngineRequest = Generate | Encode | Infer | RunTask
 Command = EngineRequest | Abort | SetAdapter | Stop
 
 # ---- from the engine to the service ----------------------------------------------------------------------------------
@@ -427,7 +444,7 @@ class SequenceFinished(Struct, frozen=True, array_like=True, tag=True):
 
 
 class ArraysReady(Struct, frozen=True, array_like=True, tag=True):
-    """All outputs of an `Encode` or an `Infer`, by name. The request has ended.
+    """All outputs of an `Encode` or an `Infer`, by name, or of a `RunTask` as JSON: `result`. The request has ended.
 
     `embedding` is FP32 [texts, size] and `logits` FP32 [texts, labels], in the order of the texts.
     `last_hidden_state` is FP32 [tokens of all texts, size]. The outputs of an `Infer` have the shapes that its

@@ -18,7 +18,7 @@ from importlib import import_module
 from multiprocessing import Pipe, get_context
 from pathlib import Path
 
-from app.models.transformers_config import CAUSAL, SEQ_TO_SEQ, text_classes
+from app.models.transformers_config import CAUSAL, SEQ_TO_SEQ, class_table
 
 RESULTS = Path(__file__).with_suffix(".json")
 SECONDS = 180  # for one class
@@ -42,7 +42,7 @@ def main(names: list[str]) -> int:
 
 def names_in(table: str) -> set[str]:
     """Return the classes of one of the library's tables."""
-    return {name for listed in (text_classes(table) or {}).values() for name in listed}
+    return {name for listed in (class_table(table) or {}).values() for name in listed}
 
 
 def is_served(result: str) -> bool:

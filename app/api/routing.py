@@ -31,13 +31,14 @@ from starlette.types import Receive, Scope, Send
 from app.api.access import NO_RULES, AccessRules, ApiKeys
 from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
+from app.api.forms import is_form, read_form
 from app.api.schemas import LOOP_BYTES, Body, parse_body
 from app.api.streaming import NDJSON, EarlyStream, EventEncoding, Generation, merge_streams, respond, server_timing
 from app.errors import InvalidRequest, ModelNotFound, PermissionDenied, RequestError, UnsupportedParameter
 from app.metrics.instruments import Api, Metrics, refusal_of
 from app.service.request_log import CLIENT_REQUEST
 from app.service.requests import DirectOutput, Encoded, EncodingRequest
-from app.service.served_model import ServedDecoder
+from app.service.served_model import ServedDecoder, ServedTasks
 from app.service.service import Service
 from app.tracing.request_trace import Tracer
 
@@ -76,7 +77,7 @@ class ModelNames:
     accepts_any_path: bool = False
 
 
-Task = Literal["generate", "encode", "embed", "classify", "rerank", "infer"]
+Task = Literal["generate", "encode", "embed", "classify", "rerank", "infer", "task"]
 ModelState = Literal["unloaded", "loading", "ready", "failed", "unloading"]
 
 
@@ -275,9 +276,10 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        if error.field is not None and error.field in names:
-            error.message = error.message.replace(error.field, names[error.field])
-            error.field = names[error.field]
+        name, bracket, place = (error.field or "").partition("[")
+        if name in names:
+            error.message = error.message.replace(name, names[name])
+            error.field = names[name] + bracket + place
         raise
 
 
@@ -440,10 +442,13 @@ class ApiCall:
             models.leave(entry)
 
     async def _named_in_body(self) -> _NamedBody:
-        content = await self.read()
+        content, kind = await self.read(), self.request.headers.get("content-type", "")
         try:
+            if is_form(kind):
+                named = next(iter(read_form(kind, content).get("model", ())), None)
+                return _NamedBody(model=None if named is None else named.decode("utf-8", "replace"))
             return await run_beside_loop(len(content), _NamedBody.model_validate_json, content)
-        except ValidationError:  # the route says what is wrong with the body
+        except (ValidationError, InvalidRequest):  # the route says what is wrong with the body
             return _NamedBody()
 
     async def read(self) -> bytes | bytearray:
@@ -472,12 +477,15 @@ class ApiCall:
 
         Raises `InvalidRequest` if the content type is not JSON, or the body is empty or does not match.
         """
+        self.check_json()
+        return await self.translate(self._parse)
+
+    def check_json(self) -> None:
         headers = self.request.headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         is_checked = self.route.dialect.needs_type or "origin" in headers
         if is_checked and kind != "application/json" and not kind.endswith("+json"):
             raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
-        return await self.translate(self._parse)
 
     async def translate(self, function: Callable[[bytes | bytearray], T]) -> T:
         """Return the function's result for the body. A large body is translated in a thread, beside the event loop.
@@ -524,6 +532,7 @@ class Route:
         find_model: Return the name that answers have for the name in a body, or in the path.
         task: What a model must do for it; None: any does.
         loads: It waits until its model is loaded.
+        by_task: The function in place of `serve` for a model that does tasks.
         openapi: Further options of FastAPI's path operation, for the OpenAPI document.
     """
 
@@ -549,6 +558,7 @@ class Route:
     openapi: Mapping[str, Any] = field(default_factory=dict)
     task: Task | None = None
     loads: bool = False
+    by_task: Callable[[ApiCall, Any, ServedTasks], Awaitable[Response]] | None = None
 
     @cached_property
     def path_format(self) -> str:
@@ -698,10 +708,14 @@ async def _encode(call: ApiCall) -> Response:
     await call.choose_errors()
     with renamed_fields(route.field_names):
         with count_refusals(runtime.metrics, route.api):
-            served = runtime.service.encoder  # another kind of model is refused whatever the body is
+            model = runtime.service.model
+            does_tasks = isinstance(model, ServedTasks) and route.by_task is not None
+            served = model if does_tasks else runtime.service.encoder  # another kind is refused whatever the body is
             body = await call.parse()
             if "model" in type(body).model_fields:
                 route.find_model(call, body)
+            if does_tasks and route.by_task is not None:
+                return await route.by_task(call, body, served)
             encoding = await route.serve(call, body, served)
         if not isinstance(encoding, Encoding):
             return _rendered(encoding)

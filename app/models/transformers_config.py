@@ -43,7 +43,7 @@ _RELATIVE = ("relative_attention_num_buckets", "rope_theta", "rope_parameters")
 class TransformersConfig:
     """The values of a config.json by which a plan counts memory. Loading measures what a token really takes."""
 
-    kind: ClassVar[Literal["decoder"]] = "decoder"
+    kind: ClassVar[Literal["decoder", "encoder"]] = "decoder"
 
     architecture: str
     vocab_size: int
@@ -64,27 +64,31 @@ class TransformersConfig:
         config = section if section.values else ConfigReader(values)
         lists = [config.values[name] for name in _LAYER_LISTS if isinstance(config.values.get(name), list)]
         layer_names = _DECODER_LAYERS if has_encoder else _LAYERS
-        layers, hidden = _integer(config, layer_names, len(lists[0]) if lists else None), _integer(config, _HIDDEN)
-        heads = _integer(config, _HEADS, 1)
-        kv_heads = _integer(config, _KV_HEADS, heads)
-        head_dim = _integer(config, ("head_dim", "d_kv", "kv_channels"), max(1, hidden // heads))
-        vocab_size = _integer(
+        layers, hidden = (
+            first_integer(config, layer_names, len(lists[0]) if lists else None),
+            first_integer(config, _HIDDEN),
+        )
+        heads = first_integer(config, _HEADS, 1)
+        kv_heads = first_integer(config, _KV_HEADS, heads)
+        head_dim = first_integer(config, ("head_dim", "d_kv", "kv_channels"), max(1, hidden // heads))
+        vocab_size = first_integer(
             config, ("decoder_vocab_size", "tgt_vocab_size", "vocab_size") if has_encoder else ("vocab_size",)
         )
-        source, target = 0, _integer(config, _LENGTHS, _UNLIMITED_LEN)
+        source, target = 0, first_integer(config, _LENGTHS, _UNLIMITED_LEN)
         if has_encoder:
             read = ConfigReader(values).section("encoder")
             read = read if read.values else config
             is_relative = any(config.values.get(name) is not None for name in _RELATIVE)
             source, target = (
-                _UNLIMITED_LEN // 2 if is_relative else _integer(part, names, _UNLIMITED_LEN // 2)
+                _UNLIMITED_LEN // 2 if is_relative else first_integer(part, names, _UNLIMITED_LEN // 2)
                 for part, names in ((read, _SOURCE_LENGTHS), (config, _TARGET_LENGTHS))
             )
         target_len = target if has_encoder else 0
         return cls(architecture, vocab_size, source + target, layers, hidden, kv_heads, head_dim, source, target_len)
 
 
-def _integer(config: ConfigReader, names: tuple[str, ...], default: int | None = None) -> int:
+def first_integer(config: ConfigReader, names: tuple[str, ...], default: int | None = None) -> int:
+    """Return the value of the first name that config.json has as an integer."""
     name = next((name for name in names if isinstance(config.values.get(name), int)), None)
     if name is None and default is not None:
         return default
@@ -94,7 +98,7 @@ def _integer(config: ConfigReader, names: tuple[str, ...], default: int | None =
 def _generating_class(values: Mapping[str, Any]) -> str:
     listed = values.get("architectures")
     names = [str(name) for name in listed] if isinstance(listed, list) else []
-    table = text_classes(SEQ_TO_SEQ if values.get("is_encoder_decoder") is True else CAUSAL)
+    table = class_table(SEQ_TO_SEQ if values.get("is_encoder_decoder") is True else CAUSAL)
     if table is None:
         raise CheckpointInvalid(f"The library transformers may serve this model: {INSTALL}.")
     known = {name for classes in table.values() for name in classes}
@@ -111,17 +115,19 @@ def _generating_class(values: Mapping[str, Any]) -> str:
 
 
 @cache
-def text_classes(table: str = CAUSAL) -> Mapping[str, list[str]] | None:
-    """Return the names of transformers' classes in one of its tables by model type; None if it is not installed."""
+def class_table(name: str = CAUSAL) -> Mapping[str, list[str]] | None:
+    """Return one of transformers' tables: names of classes by model type; None if it is not installed."""
     spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return None
-    source = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
-    return dict(_rows(ast.parse(source), table))
+    return None if spec is None or spec.origin is None else dict(_rows(_tables(Path(spec.origin).parent), name))
+
+
+@cache
+def _tables(package: Path) -> ast.Module:
+    return ast.parse((package / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
 
 
 def _rows(tree: ast.Module, table: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the rows of the table, which is written as OrderedDict([(model_type, class or classes), ...])."""
+    """Yield the rows of a table, which is written as OrderedDict([(model_type, class or classes), ...])."""
     for statement in tree.body:
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         if not any(isinstance(target, ast.Name) and target.id == table for target in targets):

@@ -34,6 +34,7 @@ from app.metrics.power_monitor import PowerMonitor
 from app.metrics.several_models import ProcessMetrics
 from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.encoders.config import EncoderConfig
+from app.models.transformers_tasks import TaskConfig
 from app.server.prepare import Prepared, UnfetchedModel, prepare_start
 from app.server.start_console import StartConsole
 from app.server.startup import FLUSH_SECONDS, ServerRuntime, SharedParts, read_api_keys, use_http_threads
@@ -533,6 +534,8 @@ def _tasks_of(start: Prepared) -> frozenset[Task]:
     if not isinstance(start.checkpoint, Checkpoint):
         return frozenset({"infer"})
     config = start.checkpoint.model_config
+    if isinstance(config, TaskConfig):
+        return frozenset({"task", "infer"})
     if not isinstance(config, EncoderConfig):
         return frozenset({"generate"})
     if not config.labels:

@@ -31,6 +31,7 @@ from app.metrics.steps import EngineSnapshot, StepStats
 from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.encoders.config import EncoderConfig
 from app.models.transformers_config import TransformersConfig
+from app.models.transformers_tasks import TaskConfig
 from app.server.adapters import adapter_store
 from app.server.engine_child import CheckpointRecipe
 from app.server.engine_host import (
@@ -55,6 +56,7 @@ from app.service.served_model import (
     ServedEncoder,
     ServedModel,
     ServedProgram,
+    ServedTasks,
     ServingLimits,
 )
 from app.service.service import Service
@@ -317,6 +319,8 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     )
     if isinstance(checkpoint, ProgramCheckpoint):
         return ServedProgram(name, limits, checkpoint.signature, checkpoint.sizes)
+    if isinstance(checkpoint.model_config, TaskConfig):
+        return ServedTasks(name, limits, checkpoint.model_config)
     assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
     if isinstance(checkpoint.model_config, EncoderConfig):
         return ServedEncoder(name, limits, tokenizer, checkpoint.model_config)
@@ -477,9 +481,9 @@ class ServerRuntime:
     def _take_plan(self, message: PlanChanged) -> None:
         self._start = prepared = message.prepared
         cache = prepared.settings.cache_directory
-        if self._tokenizer is None and not isinstance(prepared.checkpoint, ProgramCheckpoint):
-            self._tokenizer = tokenizer = read_tokenizer(prepared.checkpoint, cache)
-            assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
+        if self._tokenizer is None and (tokenizer := read_tokenizer(prepared.checkpoint, cache)) is not None:
+            assert isinstance(prepared.checkpoint, Checkpoint), "a program has no tokenizer"
+            self._tokenizer = tokenizer
             warn_of_unknown_tokens(tokenizer, prepared.checkpoint.model_config.vocab_size)
             if prepared.draft is not None:
                 check_vocabulary(tokenizer, prepared.draft, cache)

@@ -249,6 +249,29 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskRequest:
+    """A task for the inputs of one request, as in `messages.RunTask`; `size` is about that of all inputs in bytes."""
+
+    task: str
+    inputs: bytes
+    parameters: bytes
+    api: Api
+    request_id: str
+    size: int
+    files: tuple[bytes, ...] = ()
+    is_batch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """The result as JSON."""
+
+    content: bytes
+    timings: Timings
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class InferenceRequest:
     inputs: Mapping[str, Array]
     outputs: tuple[str, ...]

@@ -16,6 +16,7 @@ from app.errors import WrongModelKind
 from app.messages import MAX_LOGPROBS, Array, Signature
 from app.models.encoders.config import EncoderConfig
 from app.models.program_graph import ProgramSizes
+from app.models.transformers_tasks import TaskConfig
 from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import ReasoningFormat
@@ -23,7 +24,7 @@ from app.text.source_text import SourceText
 from app.text.tokenizer import Tokenizer
 from app.text.tool_formats import TOOL_FORMATS, ToolFormat
 
-ModelKind = Literal["decoder", "encoder", "program"]
+ModelKind = Literal["decoder", "encoder", "program", "tasks"]
 
 MIN_HELD_BYTES = 2**28  # about a hundred images, or what a small machine leaves to its allocator
 
@@ -31,6 +32,7 @@ MIN_HELD_BYTES = 2**28  # about a hundred images, or what a small machine leaves
 TOKENIZER_BYTES = 160
 # Bytes of a text for each token of the context that are tokenized on every machine: English has 4 to 5.
 MIN_BYTES_PER_TOKEN = 8
+MEAN_BYTES_PER_TOKEN = 4
 HELD_BYTES_DIVISOR = 32  # 1/32 of memory: half of what the plan leaves in addition to weights and activations
 
 
@@ -145,7 +147,28 @@ class ServedProgram:
         return "program"
 
 
-ServedModel = ServedDecoder | ServedEncoder | ServedProgram
+@dataclass(frozen=True, slots=True)
+class ServedTasks:
+    """A model that does tasks besides generation, which transformers computes."""
+
+    name: str
+    limits: ServingLimits
+    config: TaskConfig
+
+    @property
+    def kind(self) -> ModelKind:
+        return "tasks"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return self.config.tasks
+
+    def expected_tokens(self, num_bytes: int) -> int:
+        """Return about how many tokens inputs of so many bytes are, by which waits are predicted."""
+        return min(self.limits.max_model_len, 1 + num_bytes // MEAN_BYTES_PER_TOKEN)
+
+
+ServedModel = ServedDecoder | ServedEncoder | ServedProgram | ServedTasks
 
 
 def wrong_kind_error(model: ServedModel) -> WrongModelKind:
@@ -160,6 +183,7 @@ _WRONG: Mapping[ModelKind, str] = {
     "encoder": (
         "is an encoder and generates no text: use /v1/embeddings, /v1/rerank, /v1/classify or /embed, or serve a decoder."
     ),
+    "tasks": "does tasks that are neither generation nor embeddings: use /pipeline/{task}; GET /v2/models/{name} has its tasks.",
     "program": "is an exported program with tensors of its own names: use /v2/models/{name}/infer, the Open Inference Protocol.",
 }
 

@@ -70,7 +70,6 @@ def test_greedy_text_is_that_of_generate_alone_and_in_a_crowd(architecture: str,
     assert engine.snapshot().kv_used_tokens == 0, "nothing is kept of sequences that have ended"
 
 
-@pytest.mark.cases(test=1)
 BEAMS: tuple[dict[str, Any], ...] = (
     {},
     {"length_penalty": -1.0},
@@ -112,6 +111,7 @@ def test_beams_are_those_of_generate_alone_and_in_a_crowd(
     assert engine.snapshot().kv_used_tokens == 0
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("architecture", FEW)
 def test_a_prompt_longer_than_a_step_and_a_preempted_sequence_have_the_same_text(
     architecture: str, written: Any

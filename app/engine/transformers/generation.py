@@ -53,7 +53,7 @@ _NOISE_FACTOR = 4.0  # largest difference, as a multiple of the one between rows
 # Bounds of the largest difference, as parts of the largest logit.
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 1e-5, 0.02
 # Raised by classes that do not take a batch, or a prompt in parts.
-_LIBRARY_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+LIBRARY_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 PADDED = 2  # a batch's rows have at most as much padding as tokens
 _LEAST_LENGTH = 256  # rows up to this length are batched; longer ones with rows of the same power of two
 # Which rows are one batch: of different lengths, of equal lengths, or each alone.
@@ -199,10 +199,10 @@ def build_generation_engine(
         with torch.inference_mode():
             batches, takes_chunks = check_batches(steps), not steps.has_encoder and check_chunks(steps)
             capacity = kv_capacity(steps, request, batches)
-    except _LIBRARY_ERRORS as error:
+    except LIBRARY_ERRORS as error:
         raise CheckpointInvalid(
             f"transformers {transformers.__version__} loads this {type(model).__name__}, but cannot generate with it:"
-            f" {_first_line(error)}"
+            f" {first_line(error)}"
         ) from error
     _LOG.info(
         "transformers computes %s: %s, prompts %s",
@@ -252,7 +252,7 @@ def load_model(checkpoint: Checkpoint, backend: BaseBackend) -> PreTrainedModel:
         )
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         raise CheckpointInvalid(
-            f"transformers {transformers.__version__} cannot load this checkpoint: {_first_line(error)}"
+            f"transformers {transformers.__version__} cannot load this checkpoint: {first_line(error)}"
         ) from error
     for what, names in (("are missing in", info["missing_keys"]), ("have another shape in", info["mismatched_keys"])):
         if names:
@@ -268,7 +268,7 @@ def load_model(checkpoint: Checkpoint, backend: BaseBackend) -> PreTrainedModel:
     return model
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
@@ -333,7 +333,7 @@ def _is_same(steps: GenerationSteps, lengths: Items[int]) -> bool:
         alone = [_alone(steps, each, seed)[1:] for seed, each in enumerate(lengths)]
         as_long = torch.cat([_alone(steps, length, seed)[1:] for seed in seeds], 1)
         noise = float((_from_the_start(steps, length) - as_long).abs().max())
-    except _LIBRARY_ERRORS as error:
+    except LIBRARY_ERRORS as error:
         _LOG.debug("rows cannot be batched: %s", error)
         return False
     return float((joined - torch.cat(alone, 1)).abs().max()) <= _tolerance(steps, noise, float(as_long.abs().max()))
@@ -352,7 +352,7 @@ def check_chunks(steps: GenerationSteps) -> bool:
     try:
         for start in range(0, length, 4):
             logits = steps.advance(rows, [token_ids[start : min(start + 4, length)]])
-    except _LIBRARY_ERRORS as error:
+    except LIBRARY_ERRORS as error:
         _LOG.debug("prompts cannot be computed in parts: %s", error)
         return False
     return float((logits - whole[0]).abs().max()) <= _tolerance(steps, 0.0, float(whole.abs().max()))
