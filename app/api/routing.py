@@ -709,14 +709,14 @@ async def _encode(call: ApiCall) -> Response:
     with renamed_fields(route.field_names):
         with count_refusals(runtime.metrics, route.api):
             model = runtime.service.model
-            does_tasks = isinstance(model, ServedTasks) and route.by_task is not None
-            served = model if does_tasks else runtime.service.encoder  # another kind is refused whatever the body is
+            tasks = model if isinstance(model, ServedTasks) and route.by_task is not None else None
+            encoder = None if tasks else runtime.service.encoder  # another kind is refused whatever the body is
             body = await call.parse()
             if "model" in type(body).model_fields:
                 route.find_model(call, body)
-            if does_tasks and route.by_task is not None:
-                return await route.by_task(call, body, served)
-            encoding = await route.serve(call, body, served)
+            if tasks is not None and route.by_task is not None:
+                return await route.by_task(call, body, tasks)
+            encoding = await route.serve(call, body, encoder)
         if not isinstance(encoding, Encoding):
             return _rendered(encoding)
         encoded = await runtime.service.encode(encoding.request)
