@@ -116,3 +116,28 @@ def test_what_the_model_cannot_do_names_the_field(
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == field and said in error["message"]
+
+
+def test_the_tasks_of_hugging_face_s_client_translate_and_summarize(
+    translator: LiveServer, written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import InferenceClient
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    client = InferenceClient(model=translator.url)
+    wanted = reference(written, SOURCE, "fr")
+    assert client.translation(SOURCE, src_lang="en", tgt_lang="fr").translation_text == wanted
+    plain = reference(written, SOURCE)
+    assert client.summarization(SOURCE).summary_text == plain
+    greedy = {"num_beams": 1, "max_new_tokens": 5}
+    answer = client.summarization(SOURCE, generate_parameters=greedy)
+    assert answer.summary_text == reference(written, SOURCE, num_beams=1, max_length=6)
+    post = translator.client.post
+    assert post("/pipeline/translation", json={"inputs": [SOURCE, "no"]}).json() == [
+        {"translation_text": plain},
+        {"translation_text": reference(written, "no")},
+    ]
+    refused = post("/pipeline/translation", json={"inputs": SOURCE, "parameters": {"truncation": "longest_first"}})
+    assert (refused.status_code, "truncation" in refused.text) == (400, True)
+    other = post("/pipeline/fill-mask", json={"inputs": SOURCE})
+    assert other.status_code == 400

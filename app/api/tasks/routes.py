@@ -5,21 +5,22 @@ The task is in the path, or it is the model's own. A native encoder does what it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Literal, cast
 
 from starlette.responses import Response
 
 from app.api.encoders import routes as encoders
 from app.api.encoders.schemas import TEI_ERRORS, TeiEmbedBody
 from app.api.openai.schemas import OPENAI_ERRORS
-from app.api.routing import BODY_ERRORS, ApiCall, Dialect, Route, check_model, count_refusals
-from app.api.streaming import server_timing
+from app.api.routing import BODY_ERRORS, ApiCall, Dialect, Route, check_model, count_refusals, sampling_defaults
+from app.api.schemas import SamplingFields
+from app.api.streaming import CollectedCompletion, EventEncoding, Generation, GenerationStream, server_timing
 from app.api.tasks.requests import FILE_TASKS, check_task, file_request, read_task
-from app.api.tasks.schemas import TaskAnswer, TaskBody
+from app.api.tasks.schemas import SourceAnswer, SourceBody, SourceGeneration, SourceParameters, TaskAnswer, TaskBody
 from app.errors import WrongModelKind
-from app.service.requests import TaskRequest
-from app.service.served_model import ServedEncoder, ServedTasks, wrong_kind_error
+from app.service.requests import GenerationRequest, TaskRequest
+from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedTasks, wrong_kind_error
 
 HUGGING_FACE = Dialect("Hugging Face", TEI_ERRORS)
 MODELS = Dialect("Hugging Face", OPENAI_ERRORS)  # errors of its paths have OpenAI's format otherwise
@@ -52,6 +53,64 @@ async def run_task(call: ApiCall) -> Response:
     return await _respond(call, call.request.path_params.get("task"))
 
 
+# Tasks of models with an encoder that generate text, and the field of their result.
+_GENERATED: Mapping[str, Literal["summary_text", "translation_text", "generated_text"]] = {
+    "summarization": "summary_text",
+    "translation": "translation_text",
+    "text2text-generation": "generated_text",
+}
+
+
+@HUGGING_FACE.generates(
+    tuple(f"/pipeline/{task}" for task in _GENERATED),
+    "Hugging Face: a translation or a summary",
+    operation="text_completion",
+    prompts=("inputs",),
+    encoding=EventEncoding(TEI_ERRORS),
+    event=None,
+)
+async def generate(call: ApiCall, body: SourceBody, name: str) -> Generation[list[SourceAnswer], SourceAnswer]:
+    """Translate or summarize texts with a model that has an encoder."""
+    model, parameters = call.service.decoder, body.parameters or SourceParameters()
+    if model.source is None:
+        raise WrongModelKind(f"{model.name!r} has no encoder: send the text with an instruction as a chat.", "model")
+    asked = parameters.generate_parameters or SourceGeneration()
+    params = SamplingFields().params(
+        sampling_defaults(call.runtime),
+        max_tokens=asked.max_new_tokens,
+        beam_width=asked.num_beams,
+        length_penalty=asked.length_penalty,
+        temperature=asked.temperature,
+    )
+    task = call.request.path_params.get("task") or call.request.url.path.rpartition("/")[2]
+    texts = (body.inputs,) if isinstance(body.inputs, str) else body.inputs
+    requests = [
+        GenerationRequest(
+            params=params,
+            api=call.route.api,
+            request_id=call.id,
+            prompt=text,
+            task=task if task in _GENERATED else None,
+            source_lang=parameters.src_lang,
+            target_lang=parameters.tgt_lang,
+        )
+        for text in texts
+    ]
+    return Generation(requests, _SourceFormat(task), streams=False)
+
+
+class _SourceFormat:
+    def __init__(self, task: str) -> None:
+        self._fields = (_GENERATED[task],) if task in _GENERATED else tuple(_GENERATED.values())
+
+    async def events(self, stream: GenerationStream) -> AsyncIterator[SourceAnswer]:
+        raise AssertionError("these routes have no streams")
+        yield
+
+    def whole(self, completion: CollectedCompletion) -> list[SourceAnswer]:
+        return [cast(SourceAnswer, dict.fromkeys(self._fields, choice.text)) for choice in completion.choices]
+
+
 MODELS.post(
     ("/models/{name:path}/pipeline/{task}", "/models/{name:path}"),
     "Hugging Face: a task of the model in the path",
@@ -78,8 +137,10 @@ async def _respond(call: ApiCall, task: str | None) -> Response:
         if isinstance(model, ServedTasks):
             chosen = task or await _own_task(call, model)
             request = await _task_request(call, model, chosen)
-        elif not isinstance(model, ServedEncoder):
+        elif not isinstance(model, ServedEncoder) and not _generates(model, task):
             raise wrong_kind_error(model)
+    if isinstance(model, ServedDecoder):
+        return await call.forward(generate)
     if isinstance(model, ServedEncoder):
         return await call.forward(await _native_route(call, model, task))
     result = await call.service.run_task(request)
@@ -88,6 +149,10 @@ async def _respond(call: ApiCall, task: str | None) -> Response:
     if chosen == "text-classification" and not request.is_batch:
         content = b"[%b]" % content  # as the API has it: a list for each text
     return Response(content, media_type="application/json", headers=headers)
+
+
+def _generates(model: ServedModel, task: str | None) -> bool:
+    return isinstance(model, ServedDecoder) and model.source is not None and (task is None or task in _GENERATED)
 
 
 async def _own_task(call: ApiCall, model: ServedTasks) -> str:

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from app.api.encoders.schemas import NonEmptyText
 from app.api.schemas import LEAVE_OUT, Body, Int64, Refusal, refused
+from app.messages import MAX_BEAMS
 from app.metrics.instruments import Api
 from app.service.encode import MAX_TEXTS
 
@@ -201,6 +202,34 @@ class SpeechBody(TaskBody):
     parameters: SpeechParameters | None = None
 
 
+class SourceGeneration(Body):
+    """How the text is generated, in the names of transformers' `generate`."""
+
+    max_new_tokens: Number | None = None
+    num_beams: Annotated[Int64, Field(ge=1, le=MAX_BEAMS)] | None = None
+    length_penalty: float | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+
+
+class SourceParameters(Body):
+    """Parameters of a translation or a summary. Languages are codes of the tokenizer or of the model's tasks."""
+
+    REFUSED: ClassVar[Mapping[str, Refusal]] = refused(
+        LEAVE_OUT, clean_up_tokenization_spaces=False, truncation="do_not_truncate"
+    )
+
+    src_lang: Annotated[str, Field(max_length=100)] | None = None
+    tgt_lang: Annotated[str, Field(max_length=100)] | None = None
+    generate_parameters: SourceGeneration | None = None
+
+
+class SourceBody(TaskBody):
+    """Texts that a model with an encoder translates or summarizes."""
+
+    inputs: TextInputs
+    parameters: SourceParameters | None = None
+
+
 BODIES: Mapping[str, type[TaskBody]] = {
     "token-classification": TokenClassificationBody,
     "fill-mask": FillMaskBody,
@@ -233,3 +262,11 @@ class TaskAnswer(TypedDict, total=False):
     token: int
     token_str: str
     text: NotRequired[str]
+
+
+class SourceAnswer(TypedDict, total=False):
+    """The text that was made of a source; where the path names no task, it has the name that each task gives it."""
+
+    summary_text: str
+    translation_text: str
+    generated_text: str
