@@ -91,8 +91,8 @@ def drop_route(document: Json) -> None:
 
 
 PLANTED = (
-    *((invalid, plant) for plant in (drop_parameter, repeat_operation_id, drop_schema, keep_converter)),
-    *((incomplete, plant) for plant in (drop_status, drop_route)),
+    *((invalid, plant) for plant in (drop_parameter, repeat_operation_id, drop_schema)),
+    *((incomplete, plant) for plant in (keep_converter, drop_status, drop_route)),
 )
 
 
