@@ -292,6 +292,12 @@ class Metrics:
         self.num_vectors += num_vectors
         self.rates["vectors"].record(num_vectors)
 
+    def picture_read(self, is_known: bool, seconds: float) -> None:
+        """Record a picture of a prompt, on the thread that reads them. `is_known`: its vectors were kept."""
+        self._pictures.labels("cached" if is_known else "encoded").inc()
+        if not is_known:
+            self._picture_seconds.observe(seconds)
+
     def wait_measured(self, predicted_seconds: float, seconds: float) -> None:
         """Record the error of a wait for the first token, or for all vectors, predicted when the request was sent."""
         self._wait_error.observe(abs(predicted_seconds - seconds) / max(seconds, 1e-9))
@@ -360,6 +366,13 @@ class Metrics:
         for kind in ("prompt", "cached", "completion"):
             self._tokens.labels(kind)
         self._vectors = self.counter("vectors", "Texts or rows for which a vector or scores were returned.")
+        self._pictures = self.counter(
+            "pictures", "Pictures in prompts: encoded, or cached from an earlier one.", "kind"
+        )
+        for kind in ("encoded", "cached"):
+            self._pictures.labels(kind)
+        picture_help = "Time in which a picture was decoded and its vectors were made."
+        self._picture_seconds = self.histogram("picture_seconds", picture_help, SECONDS_BUCKETS)
         draft_help = "Draft tokens computed (drafted), and those that equal the model's sampled tokens (accepted)."
         self._speculation = self.counter("speculation_tokens", draft_help, "kind")
         for kind in ("drafted", "accepted"):

@@ -42,6 +42,14 @@ class Infill:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a message, in base64. `field` is its place in the body, for error messages."""
+
+    data: str
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A generation request with exactly one of `prompt`, `token_ids` and `messages`.
 
@@ -51,7 +59,8 @@ class GenerationRequest:
     the first ones; -1 means as many as fit. With `clips_max_tokens`, `max_tokens` may reach past the end of the
     context, where the completion ends with the reason `length`. With `infill`, the completion fills the gap after the
     prompt. `model` is the name of the model or an adapter; None means the model. Keys and values of the prompt are
-    shared only with requests of the same `cache_salt`.
+    shared only with requests of the same `cache_salt`. `pictures` are those of the parts {"type": "image"} of messages,
+    in their order.
     """
 
     params: SamplingParams
@@ -73,6 +82,7 @@ class GenerationRequest:
     infill: Infill | None = None
     model: str | None = None
     cache_salt: str | None = None
+    pictures: tuple[Picture, ...] = ()
 
     def __post_init__(self) -> None:
         given = sum(source is not None for source in (self.prompt, self.token_ids, self.messages))

@@ -16,6 +16,7 @@ from app.errors import WrongModelKind
 from app.messages import MAX_LOGPROBS, Array, Signature
 from app.models.encoders.config import EncoderConfig
 from app.models.program_graph import ProgramSizes
+from app.service.pictures import PictureReader
 from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import ReasoningFormat
@@ -66,7 +67,8 @@ class ServingLimits:
 class ServedDecoder:
     """A model that generates text. `chat` is None without a template, `reasoning_format` without reasoning.
 
-    `sampling_defaults` are the parameters of `SamplingParams` that the checkpoint prefers.
+    `sampling_defaults` are the parameters of `SamplingParams` that the checkpoint prefers. Without `pictures`,
+    `no_pictures` says why none can be read.
     """
 
     name: str
@@ -77,6 +79,8 @@ class ServedDecoder:
     grammars: GrammarCompiler | None = None
     tool_format: ToolFormat = TOOL_FORMATS["hermes"]
     reasoning_format: ReasoningFormat | None = None
+    pictures: PictureReader | None = None
+    no_pictures: str = "this server's models read text"
 
     def close(self) -> None:
         """End the processes of the chat template and of grammars."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
@@ -24,6 +25,7 @@ from app.api.schemas import (
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.messages import MAX_LOGPROB_TOKEN_IDS
 from app.metrics.instruments import Api
+from app.service.requests import Picture
 
 MAX_TOOLS = 256
 MAX_NAME = 128  # characters of a function's name
@@ -242,18 +244,31 @@ _MAX_TYPE = 40  # characters of a type in a sentence
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "reasoning_text"})
 
 
+_PICTURE_PARTS = frozenset({"image_url", "input_image"})
+_DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+
+
+class ImageUrl(Body):
+    """A picture as a data URL. `detail` has no effect: a model cuts pictures as it was trained."""
+
+    url: str
+    detail: str | None = None
+
+
 class MessagePart(Body):
-    """One part of a message. Only text parts can be read."""
+    """One part of a message: a text, or in a user's message a picture."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | ImageUrl | None = None
+    detail: str | None = None
 
     def check_fields(self, path: str, ignored: dict[str, None]) -> None:
         """Refuse a part of a text without its text. The message decides about parts that are no text."""
         if self.type in _TEXT_PARTS and self.text is None:
             raise InvalidRequest(f"{path}text: Field required.", field=f"{path}text")
-        if self.is_text:
+        if self.is_text or self.is_picture:
             super().check_fields(path, ignored)
         else:
             self.leave_out(path, self.type, ignored)
@@ -262,6 +277,21 @@ class MessagePart(Body):
     def is_text(self) -> bool:
         """True if the part can be read."""
         return self.type in _TEXT_PARTS or (self.type == "refusal" and self.refusal is not None)
+
+    @property
+    def is_picture(self) -> bool:
+        return self.type in _PICTURE_PARTS and self.image_url is not None
+
+    def picture(self, place: str) -> Picture:
+        """Return the picture of the part at this place. Raises `InvalidRequest` if it is no data URL."""
+        url = self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url or ""
+        found = _DATA_URL.match(url)
+        if found is None:
+            kind = "an address, and this server fetches nothing" if "://" in url[:16] else "no data URL"
+            raise UnsupportedParameter(
+                f"{place} is {kind}: send the picture itself, as data:image/png;base64,…", field=place
+            )
+        return Picture(url[found.end() :], place)
 
     @property
     def shown(self) -> str:
@@ -278,11 +308,12 @@ def refuse_unread(parts: Any, path: str) -> None:
     no use any more.
     """
     for index, part in enumerate(parts if isinstance(parts, tuple) else ()):
-        if not part.is_text:
+        if not part.is_text and not part.is_picture:
             place = f"{path}[{index}]"
             raise UnsupportedParameter(
-                f"{place} is of type {part.type[:_MAX_TYPE]!r}; this server's models read text, and neither images nor "
-                'audio nor files: send parts of the form {"type": "text", "text": "…"}.',
+                f"{place} is of type {part.type[:_MAX_TYPE]!r}; this server's models read text, and some of them pictures"
+                ', but neither audio nor files: send parts of the form {"type": "text", "text": "…"} or'
+                ' {"type": "image_url", "image_url": {"url": "data:…"}}.',
                 field=place,
             )
 
@@ -328,6 +359,11 @@ class Message(Body):
     def is_answer(self) -> bool:
         """True for a message of the model."""
         return self.role == "assistant"
+
+    @property
+    def has_pictures(self) -> bool:
+        """True if pictures of the message are read. Those of tools' results and answers are left out."""
+        return self.role not in ("tool", "function", "assistant")
 
     @property
     def parts(self) -> tuple[MessagePart, ...]:

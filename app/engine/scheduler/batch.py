@@ -20,6 +20,7 @@ from app.messages import (
     Generate,
     GrammarSource,
     LoadedAdapter,
+    PromptVectors,
     SamplingParams,
     SequenceFinished,
     Timings,
@@ -135,6 +136,7 @@ class Sequence:
     scoring: PromptScoring | None = None  # set if the request wants scores of its prompt
     adapter: LoadedAdapter | None = None
     cache_salt: str | None = None
+    vectors: tuple[PromptVectors, ...] = ()  # in the order of their places in the prompt
 
     @property
     def prefix_scope(self) -> PrefixScope:
@@ -210,6 +212,7 @@ def make_sequence(
         bad_word_ids=request.bad_word_ids,
         adapter=request.adapter,
         cache_salt=request.cache_salt,
+        vectors=request.vectors,
     )
 
 
