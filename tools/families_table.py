@@ -50,10 +50,18 @@ any length.
 
 ## Served
 
-A class with a slash is served as the text half of a model whose text model has the type after it.
+A class with a slash is served with the text model of the type after it.
 
-| `architectures` | models | `architectures` | models | `architectures` | models |
-|---|---|---|---|---|---|
+**Pictures in chats** are read with SmolVLM, Idefics 3, LLaVA, LLaVA-NeXT (Granite vision too), LLaVA-OneVision, InternVL
+and Ovis 2, on processors, with the extra `transformers` and `pillow`: the library cuts a picture and makes vectors of it,
+in a thread of its own from the first picture on, and our engine reads them in FP32. A picture that was asked about
+before is neither encoded nor computed again. It is sent as a data URL (OpenAI), as base64 (Anthropic, Ollama), in a
+user's message, as JPEG, PNG, WebP, GIF, BMP or TIFF with up to 64 megapixels, within the limit of a body and
+`max_images`; on white where it is transparent, turned as its EXIF data says. Addresses, several frames and 32 bits in a
+channel are refused. Its tokens count in `usage`, limits and token counts.
+
+| `architectures` | models | `architectures` | models | `architectures` | models | `architectures` | models |
+|---|---|---|---|---|---|---|---|
 """
 BY_TRANSFORMERS = """
 ## Computed by transformers
@@ -77,7 +85,7 @@ What these classes need no native engine has; a name stands for all classes that
 
 def page() -> str:
     cells = [f"| `{name}` | {family.title} " for name, family in DECODER_FAMILIES.items()]
-    lines = zip_longest(*(cells[place::3] for place in range(3)), fillvalue="| | ")
+    lines = zip_longest(*(cells[place::4] for place in range(4)), fillvalue="| | ")
     served = ("".join(line) + "|\n" for line in lines)
     refused = (f"| {need} | {', '.join(prefixes)} |\n" for need, prefixes in UNSUPPORTED.items())
     return HEAD + "".join(served) + by_transformers() + REFUSED + "".join(refused)

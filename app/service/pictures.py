@@ -68,11 +68,9 @@ class PictureReader:
     `report` gets whether a picture was known, and the seconds that its vectors took. `read` runs in one thread.
     """
 
-    def __init__(
-        self, load: Callable[[], Tower], max_pictures: int, report: Callable[[bool, float], None] | None = None
-    ) -> None:
+    def __init__(self, load: Callable[[], Tower], max_pictures: int) -> None:
         self.max_pictures = max_pictures
-        self.report = report or (lambda is_known, seconds: None)
+        self.report: Callable[[bool, float], None] = lambda is_known, seconds: None
         self._load = load
         self._lock = threading.Lock()
         self._tower: Tower | None = None

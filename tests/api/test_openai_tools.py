@@ -221,7 +221,7 @@ async def test_contradictions_are_refused_by_name(client: httpx.AsyncClient, fie
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
-async def test_images_and_sounds_are_refused_by_name(client: httpx.AsyncClient, kind: str) -> None:
+async def test_sounds_and_what_is_no_picture_are_refused_by_name(client: httpx.AsyncClient, kind: str) -> None:
     part = {"type": kind, kind: {"url": "data:x"}}
     body = HELLO | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]}
     error = (await client.post(URL, json=body)).json()["error"]

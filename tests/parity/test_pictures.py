@@ -23,7 +23,7 @@ from app.service.requests import GenerationRequest, Picture
 from app.service.served_model import ServedDecoder
 from app.settings import Settings
 from app.text.tokenizer_check import try_and_load
-from picture_checkpoints import FAMILIES, NEEDS_TORCHVISION, Reference, write_reader
+from picture_checkpoints import FAMILIES, Reference, write_reader
 
 NUM_TOKENS = 8
 FAST = ("SmolVLMForConditionalGeneration/llama", "LlavaNextForConditionalGeneration/granite")
@@ -129,8 +129,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
 )
 def test_text_is_that_of_the_library_alone_and_in_a_crowd(name: str, served: Callable[..., Served]) -> None:
-    if name in NEEDS_TORCHVISION:
-        pytest.importorskip("torchvision")
     one = served(name)
     expected = [one.expected(talk) for talk in TALKS.values()]
     assert len({tuple(text) for text in expected}) > 2, "the pictures matter"

@@ -16,7 +16,7 @@ _NO_HEAD_DIM = {name: value for name, value in TINY.items() if name != "head_dim
 _TOKENS = (
     *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<video>"),
     *("<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>"),
-    *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>"),
+    *("<img>", "</img>", "<IMG_CONTEXT>"),
     *("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
 )
 FIRST_ID = 270  # of these tokens
@@ -115,35 +115,6 @@ def _llava(kind: str, text: dict[str, Any], vision: dict[str, Any], strategy: st
     return config, processor, "<image>"
 
 
-def _mistral3() -> Any:
-    import transformers
-
-    vision = {
-        "model_type": "pixtral",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "head_dim": 8,
-        "image_size": 112,
-        "patch_size": 14,
-    }
-    config = {
-        "text_config": _text("mistral", sliding_window=None),
-        "vision_config": vision,
-        "image_token_index": IDS["[IMG]"],
-        "image_token_id": IDS["[IMG]"],
-        "spatial_merge_size": 2,
-        "tie_word_embeddings": False,
-    }
-
-    def processor(tokenizer: Any) -> Any:
-        pictures = transformers.PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=28)
-        return transformers.PixtralProcessor(pictures, tokenizer, patch_size=14, spatial_merge_size=2)
-
-    return config, processor, "[IMG]"
-
-
 def _internvl(text: str) -> Any:
     import transformers
 
@@ -237,11 +208,7 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "InternVLForConditionalGeneration/qwen3": lambda: _internvl("qwen3"),
     "InternVLForConditionalGeneration/llama": lambda: _internvl("llama"),
     "Ovis2ForConditionalGeneration/qwen2": _ovis2,
-    "Mistral3ForConditionalGeneration": _mistral3,
 }
-
-
-NEEDS_TORCHVISION = ("Mistral3ForConditionalGeneration",)
 
 
 class Reference:

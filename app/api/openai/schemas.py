@@ -283,15 +283,23 @@ class MessagePart(Body):
         return self.type in _PICTURE_PARTS and self.image_url is not None
 
     def picture(self, place: str) -> Picture:
-        """Return the picture of the part at this place. Raises `InvalidRequest` if it is no data URL."""
-        url = self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url or ""
-        found = _DATA_URL.match(url)
+        """Return the picture of the part at this place. Raises `UnsupportedParameter` if it is no data URL."""
+        return Picture(self._url[self.picture_start(place) :], place)
+
+    def picture_start(self, place: str) -> int:
+        """Return where the picture begins in its data URL. Raises `UnsupportedParameter` if it is none."""
+        found = _DATA_URL.match(self._url)
         if found is None:
-            kind = "an address, and this server fetches nothing" if "://" in url[:16] else "no data URL"
+            kind = "an address, and this server fetches nothing" if "://" in self._url[:16] else "no data URL"
             raise UnsupportedParameter(
-                f"{place} is {kind}: send the picture itself, as data:image/png;base64,…", field=place
+                f"{place} of type {self.type!r} is {kind}: send the picture itself, as data:image/png;base64,…",
+                field=place,
             )
-        return Picture(url[found.end() :], place)
+        return found.end()
+
+    @property
+    def _url(self) -> str:
+        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url or ""
 
     @property
     def shown(self) -> str:
@@ -308,8 +316,10 @@ def refuse_unread(parts: Any, path: str) -> None:
     no use any more.
     """
     for index, part in enumerate(parts if isinstance(parts, tuple) else ()):
-        if not part.is_text and not part.is_picture:
-            place = f"{path}[{index}]"
+        place = f"{path}[{index}]"
+        if part.is_picture:
+            part.picture_start(place)
+        elif not part.is_text:
             raise UnsupportedParameter(
                 f"{place} is of type {part.type[:_MAX_TYPE]!r}; this server's models read text, and some of them pictures"
                 ', but neither audio nor files: send parts of the form {"type": "text", "text": "…"} or'
