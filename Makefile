@@ -54,8 +54,8 @@ TIER = -m "not full"
 test: $(VENV)/dev.stamp native ## format, lint, types and the tests that a change needs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(PYTEST) $(TIER) $(ARGS)
+	@# mypy uses one core, and a minute of it, beside the tests.
+	$(BIN)/mypy & types=$$!; trap "kill $$types" INT TERM; $(PYTEST) $(TIER) $(ARGS); tests=$$?; wait $$types && exit $$tests
 
 # `make test` tests the library's best level on this processor. These test all levels that it runs.
 test-all parity: LEVELS = all

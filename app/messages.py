@@ -206,6 +206,20 @@ class GrammarSource:
         return "\n".join((*texts, *grammars, self.after, self.opening, self.answer))
 
 
+class ThinkingLimit(Struct, frozen=True, array_like=True):
+    """At `budget` tokens of reasoning the tokens of `closing` are forced.
+
+    Reasoning begins with one of `starts`, unless the prompt `is_open`, and ends with one of `ends`: a text may be written
+    in several ways.
+    """
+
+    budget: int
+    starts: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+    closing: tuple[int, ...]
+    is_open: bool = False
+
+
 class LoadedAdapter(Struct, frozen=True, array_like=True):
     """A LoRA adapter that is loaded in a slot. `number` is unique in this process: the next adapter there has another."""
 
@@ -254,6 +268,7 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
     adapter: LoadedAdapter | None = None
     cache_salt: str | None = None
     definition: str = ""
+    thinking: ThinkingLimit | None = None
     vectors: tuple[PromptVectors, ...] = ()
 
 

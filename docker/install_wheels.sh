@@ -37,7 +37,8 @@ for package in sympy networkx numpy mpmath; do
 done
 find /site -name '*.pyi' -delete
 
-# Bytecode is the same on every architecture. Some packages contain templates that are not valid Python.
-python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash -s /site -p /opt/armature /site >/dev/null || true
+# Bytecode is the same on every architecture. Some packages contain templates that are not valid Python. transformers has
+# 550 folders of models (60 MB of bytecode), and a server reads one or two of them.
+python3 -m compileall -q -j 0 -x '/transformers/models/' --invalidation-mode unchecked-hash -s /site -p /opt/armature /site >/dev/null || true
 chmod -R a+rX /site
 find /site -exec touch --no-dereference --date=@0 {} +

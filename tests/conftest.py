@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -27,7 +28,7 @@ import platform
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ _PRESENT: dict[str, Callable[[], bool]] = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests of devices that this machine lacks, and leave most cases of large products to `make test-all`."""
     pairwise.mark_other_cases(items)
+    pairwise.mark_repetitions(items)
     for item in items:
         if isinstance(item, pytest.Function) and native_levels.tests_levels(item.module):
             item.add_marker(pytest.mark.levels)
@@ -82,6 +84,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker in missing & {mark.name for mark in item.iter_markers()}:
             item.add_marker(pytest.mark.skip(reason=f"this machine has no {marker}"))
+
+
+# Millions of objects belong to the collected tests and the libraries. The collector would look through them in each
+# collection that the code under test asks for, a second and more every time.
+_unfreeze = gc.unfreeze
+_unfrozen = False
+
+
+def _note_and_unfreeze() -> None:
+    global _unfrozen
+    _unfrozen = True
+    _unfreeze()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = _note_and_unfreeze
+
+
+@pytest.fixture(autouse=True)
+def _frozen() -> Iterator[None]:
+    """Freeze again what a test has unfrozen."""
+    global _unfrozen
+    yield
+    if _unfrozen:
+        _unfrozen = False
+        gc.freeze()
 
 
 def _refuse_the_world(address: Any) -> None:

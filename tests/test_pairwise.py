@@ -37,8 +37,9 @@ def test_the_two_tiers_run_every_case_once(pytester: pytest.Pytester) -> None:
         "@pytest.hookimpl(tryfirst=True)\n"
         "def pytest_collection_modifyitems(items):\n"
         "    pairwise.mark_other_cases(items)\n"
+        "    pairwise.mark_repetitions(items)\n"
     )
-    pytester.makeini("[pytest]\nmarkers = nightly\n")
+    pytester.makeini("[pytest]\nmarkers =\n  cases\n  full\n  nightly\n")
     pytester.makepyfile(
         "import pytest\n"
         "@pytest.mark.parametrize('a', range(4))\n"
@@ -47,11 +48,18 @@ def test_the_two_tiers_run_every_case_once(pytester: pytest.Pytester) -> None:
         "def test_product(a, b, c): pass\n"
         "@pytest.mark.parametrize('a', range(20))\n"
         "def test_list(a): pass\n"
+        "@pytest.mark.cases(test=2, ci=6)\n"
+        "@pytest.mark.parametrize('a', range(12))\n"
+        "def test_repeated(a): pass\n"
     )
     quick, rest = ({*_names(pytester, "-m", expression)} for expression in ("not nightly", "nightly"))
     assert not quick & rest
-    assert len(quick | rest) == 68
+    assert len(quick | rest) == 80
     assert len([name for name in quick if "test_list" in name]) == 20
+    names = [name.partition("::")[2] for name in sorted(quick) if "repeated" in name]
+    assert names == [f"test_repeated[{at}]" for at in (0, 10, 2, 4, 6, 8)]
+    fast = [name.partition("::")[2] for name in _names(pytester, "-m", "not nightly and not full")]
+    assert [name for name in fast if "repeated" in name] == ["test_repeated[0]", "test_repeated[6]"]
     assert 16 <= len([name for name in quick if "test_product" in name]) <= 24
 
 

@@ -35,9 +35,9 @@ expect:
 **Gemma 3n** takes less: its last layers read the keys and values of an earlier layer (40 KiB a token in BF16). Each layer
 also reads a row for each token from a table that stays mapped (3.75 of the 8.3 GiB of E2B). A plan counts all of it.
 
-**A recurrent state** (Qwen3-Next, Qwen 3.5, Granite 4, Nemotron-H, Bamba, Mamba-2) has one size for any length, in FP32:
-19 MiB for a sequence of Qwen3.5-0.8B. It cannot go back, so no prefix is reused, and speculation and the prompt cache are
-off with such a model. They are computed on processors only.
+**A recurrent state** (Qwen 3.5, Granite 4, Nemotron-H, Falcon-H1, Mamba-2 and others) has one size for any length, in FP32:
+19 MiB for a sequence of Qwen3.5-0.8B. A prefix goes on from a copy of it: at the end of a prompt or an answer, or every 128
+to 512 tokens. Speculation and the prompt cache are off, as it cannot go back. They are computed on processors only.
 
 **Gemma 4** has such a table in E2B and E4B. Its layers of full attention have larger heads than those with a window, and a
 row of the cache has room for the larger of both: 512 elements of keys in E2B, of which layers with a window use 256.
@@ -53,12 +53,9 @@ any length.
 A class with a slash is served with the text model of the type after it.
 
 **Pictures in chats** are read with SmolVLM, Idefics 3, LLaVA, LLaVA-NeXT (Granite vision too), LLaVA-OneVision, InternVL
-and Ovis 2, on processors, with the extra `transformers` and `pillow`: the library cuts a picture and makes vectors of it,
-in a thread of its own from the first picture on, and our engine reads them in FP32. A picture that was asked about
-before is neither encoded nor computed again. It is sent as a data URL (OpenAI), as base64 (Anthropic, Ollama), in a
-user's message, as JPEG, PNG, WebP, GIF, BMP or TIFF with up to 64 megapixels, within the limit of a body and
-`max_images`; on white where it is transparent, turned as its EXIF data says. Addresses, several frames and 32 bits in a
-channel are refused. Its tokens count in `usage`, limits and token counts.
+and Ovis 2, on processors, with the extra `transformers`, whose part is loaded for the first one. A picture that was asked
+about before is not computed again. It is sent in a user's message as a data URL or base64: JPEG, PNG, WebP, GIF, BMP or
+TIFF of up to 64 megapixels, at most `max_images`. Addresses, several frames and 32 bits in a channel are refused.
 
 | `architectures` | models | `architectures` | models | `architectures` | models | `architectures` | models |
 |---|---|---|---|---|---|---|---|

@@ -1,8 +1,9 @@
 """Write the hashed locks: `python -m tools.lock` makes requirements/image-*.txt and *-hashes.txt from the pins.
 
-An image is built from exactly these files with `pip install --require-hashes`: what serving needs (runtime.txt) and
-traces (otel.txt). Each image and architecture has its own lock, because torch's build and the wheels differ. The `cuda`
-images have torch's CUDA build and the versions that it depends on.
+An image is built from exactly these files with `pip install --require-hashes`: what serving needs (runtime.txt), traces
+(otel.txt) and models that transformers computes (transformers.txt). Each image and architecture has its own lock,
+because torch's build and the wheels differ. The `cuda` images have torch's CUDA build and the versions that it depends
+on.
 runtime-hashes.txt and torch-hashes.txt are what `make serve` and `make install` install: each package with the hashes
 of its wheels for all Pythons and platforms that are supported. torch has one line for each requirement that
 `tools/install.py` may choose.
@@ -144,7 +145,8 @@ def torch_lines() -> list[str]:
 
 def pins() -> dict[str, str]:
     """Return the pins of everything in an image except torch, by name."""
-    return {name: pin for name, pin in (all_pins() | all_pins("otel.txt")).items() if name not in BUILD_ONLY}
+    all_of_them = all_pins() | all_pins("otel.txt") | all_pins("transformers.txt")
+    return {name: pin for name, pin in all_of_them.items() if name not in BUILD_ONLY}
 
 
 def all_pins(file: str = "runtime.txt") -> dict[str, str]:

@@ -48,7 +48,7 @@ _TRAINING = (
     " output_router_logits router_aux_loss_coef router_z_loss_coef aux_loss_alpha seq_aux input_jitter_noise"
     " router_jitter_noise use_auxfree sparse_prediction sparse_pred_ignore_index repad_logits_with_grad altup_coef_clip"
     " mtp_loss_scaling_factor activation_dropout gradient_checkpointing z_loss_coefficient time_step_rank time_step_min"
-    " time_step_max time_step_floor"
+    " time_step_max time_step_floor linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor"
 )
 # What other implementations compute with, and what they return. `pretraining_tp` splits sums, `slow_but_exact` and
 # `reorder_and_upcast_attn` order them otherwise; `qk_head_dim` is a sum of two others.

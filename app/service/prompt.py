@@ -19,6 +19,7 @@ from app.messages import (
     GrammarSource,
     LoadedAdapter,
     SamplingParams,
+    ThinkingLimit,
 )
 from app.service.pictures import PlacedPictures, ReadPicture, place_pictures
 from app.service.requests import GenerationRequest, Infill, Tool
@@ -27,7 +28,7 @@ from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
 from app.text.chat import ChatOptions
 from app.text.grammar_definition import check_source
 from app.text.infill import InfillFormat, InfillPrompt, find_infill_format, shorten_infill
-from app.text.reasoning import ReasoningFormat, closes_reasoning, opens_reasoning
+from app.text.reasoning import ReasoningFormat, closes_reasoning, opens_reasoning, thinking_limit
 from app.text.tool_formats import begun_answer
 from app.text.tool_grammars import forced_calls_grammar
 
@@ -35,6 +36,7 @@ from app.text.tool_grammars import forced_calls_grammar
 # number of characters takes 0.3 ms.
 SHORT_CHARACTERS = 1_000
 _MAX_TOKEN_CHARACTERS = 64  # few tokens have more, on average over a text
+THINKING_LIMIT = "thinking_token_budget"  # the field's name, as in vLLM
 _END_TOKENS = 64  # tokens of a prompt's end in which the first tag of reasoning is looked for
 # In one response, if a request asks for more than `MAX_LOGPROBS` at a token: those of one token with the largest
 # vocabularies in use.
@@ -49,7 +51,8 @@ class Prompt:
     `params` are the request's, with numbers of log-probabilities and further end tokens from the model. `num_scores` is
     how many log-probabilities the response may have; 0 if there are few at each token. `literals` are the special
     tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of reasoning. `begun`: the text
-    before an answer that ends the prompt, as far as it is there. `grammar` is not compiled yet.
+    before an answer that ends the prompt, as far as it is there. `grammar` is not compiled yet. `thinking`: the limit of
+    the reasoning.
     """
 
     placed: PlacedPictures
@@ -60,6 +63,7 @@ class Prompt:
     literals: Mapping[int, str] = field(default_factory=dict)
     opens_reasoning: bool = False
     begun: str = ""
+    thinking: ThinkingLimit | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -80,7 +84,8 @@ class Prompt:
         definition: str = "",
     ) -> Generate:
         tokens = self.placed.engine_ids, self.params, arrived_at, self.bad_word_ids
-        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt, definition, vectors=self.placed.vectors)
+        more = self.thinking, self.placed.vectors
+        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt, definition, *more)
 
 
 def read_prompt(model: ServedDecoder, request: GenerationRequest, pictures: Sequence[ReadPicture] = ()) -> Prompt:
@@ -102,7 +107,14 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest, pictures: Sequ
     if source is not None and model.grammars is not None:
         literals |= model.grammars.tokens_in(source)
     bad_word_ids = _bad_word_ids(model, request.params.bad_words)
-    return Prompt(placed, params, num_scores, bad_word_ids, source, literals, is_open, begun)
+    thinking = None
+    if form is not None and request.thinking_budget is not None:
+        if params.beam_width > 1:
+            raise InvalidRequest(
+                "a limit of thinking tokens cannot be combined with a beam search.", field=THINKING_LIMIT
+            )
+        thinking = thinking_limit(form, model.tokenizer, request.thinking_budget, is_open)
+    return Prompt(placed, params, num_scores, bad_word_ids, source, literals, is_open, begun, thinking)
 
 
 def resolve_logprobs(

@@ -59,8 +59,8 @@ class GenerationRequest:
     the first ones; -1 means as many as fit. With `clips_max_tokens`, `max_tokens` may reach past the end of the
     context, where the completion ends with the reason `length`. With `infill`, the completion fills the gap after the
     prompt. `model` is the name of the model or an adapter; None means the model. Keys and values of the prompt are
-    shared only with requests of the same `cache_salt`. `pictures` are those of the parts {"type": "image"} of messages,
-    in their order.
+    shared only with requests of the same `cache_salt`. Reasoning is closed after `thinking_budget` tokens; None: never.
+    `pictures` are those of the parts {"type": "image"} of messages, in their order.
     """
 
     params: SamplingParams
@@ -82,6 +82,7 @@ class GenerationRequest:
     infill: Infill | None = None
     model: str | None = None
     cache_salt: str | None = None
+    thinking_budget: int | None = None
     pictures: tuple[Picture, ...] = ()
 
     def __post_init__(self) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from itertools import product
+from typing import Literal, Protocol
 
+from app.messages import ThinkingLimit
 from app.text.harmony import TOKENS
+from app.text.tokenizer import TokenSpan
 from app.text.tool_formats import words
 
 _SPACES = " \t\r\n"
+# Texts that may be written before and after a marker.
+_AROUND = tuple(product(("", " ", "\n", ".\n", "\n\n"), ("", " ", "\n", "\n\n")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,35 @@ def closes_reasoning(form: ReasoningFormat, prompt_end: str) -> bool:
 def opens_reasoning(form: ReasoningFormat, prompt_end: str) -> bool:
     """Return True if a prompt that ends with this text lets the model begin inside of its reasoning."""
     return form.is_implied or prompt_end.rstrip(_SPACES).endswith(form.start)
+
+
+class Spelling(Protocol):
+    """What `thinking_limit` needs of a tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def encode_spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]: ...
+
+
+def thinking_limit(form: ReasoningFormat, tokenizer: Spelling, budget: int, is_open: bool) -> ThinkingLimit:
+    """Return the limit of reasoning in this format at so many tokens."""
+    ends, closing = (form.end, form.end + form.then + form.answer)
+    found = tuple(tokenizer.encode(closing, add_special_tokens=False))
+    return ThinkingLimit(budget, _written(form.start, tokenizer), _written(ends, tokenizer), found, is_open)
+
+
+def _written(marker: str, tokenizer: Spelling) -> tuple[tuple[int, ...], ...]:
+    """Return the ways in which tokens write a marker: those at its ends may have characters around it."""
+    alone = tuple(tokenizer.encode(marker, add_special_tokens=False))
+    found = {alone: None}
+    for before, after in _AROUND if len(alone) > 1 else ():
+        first, last = len(before), len(before) + len(marker)
+        tokens = tokenizer.encode_spans(before + marker + after, False)
+        own = [
+            one for one in tokens if one.start is None or one.stop is None or (one.start < last and one.stop > first)
+        ]
+        found[tuple(one.token_id for one in own)] = None
+    return tuple(found)
 
 
 class ReasoningParser:

@@ -30,7 +30,7 @@ from app.models.decoders.shapes import (
 from app.models.encoders.config import EncoderConfig, encoder_norm_elements, encoder_products_of, encoder_tables_of
 from app.weights.gguf.tensors import BlockEntry
 from app.weights.quantized.entries import PackedEntry
-from app.weights.safetensors import TensorEntry
+from app.weights.safetensors import RearrangedEntry, TensorEntry
 from armature_kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes, supports_device_int4
 from armature_kernels.linear.torchao_config import INT4_REFERENCE, INT8_REFERENCE, KLEIDI_INT4, is_torchao
 
@@ -273,18 +273,25 @@ def stored_type(tensors: Mapping[str, TensorEntry]) -> str:
 def _most_weights(tensors: Mapping[str, TensorEntry]) -> BlockEntry | PackedEntry | None:
     elements: Counter[str] = Counter()
     examples: dict[str, TensorEntry] = {}
-    packed = any(isinstance(entry, PackedEntry) for entry in tensors.values())
+    packed = any(isinstance(_with_codes(entry), PackedEntry) for entry in tensors.values())
     for name, entry in tensors.items():
         if packed and (is_output(name.removesuffix(".weight")) or name == "model.embed_tokens.weight"):
             continue
-        kind = entry.kind if isinstance(entry, BlockEntry | PackedEntry) else entry.dtype
-        elements[kind] += entry.num_elements
-        examples.setdefault(kind, entry)
+        own = _with_codes(entry)
+        kind = own.kind if isinstance(own, BlockEntry | PackedEntry) else own.dtype
+        elements[kind] += own.num_elements
+        examples.setdefault(kind, own)
     most = next((examples[kind] for kind, _ in elements.most_common(1)), None)
     return most if isinstance(most, BlockEntry | PackedEntry) else None
 
 
+def _with_codes(entry: TensorEntry) -> TensorEntry:
+    """Return the entry with the codes of one whose rows are in another order."""
+    return entry.source if isinstance(entry, RearrangedEntry) and not entry.factors else entry
+
+
 def _stored_form(entry: TensorEntry | None) -> str:
+    entry = entry and _with_codes(entry)
     if isinstance(entry, PackedEntry):
         return entry.form
     return STORED_FORMS.get(entry.kind, "") if isinstance(entry, BlockEntry) else ""
@@ -304,7 +311,7 @@ def stored_forms(precision: str, tensors: Mapping[str, TensorEntry]) -> dict[str
     """
     if not precision or precision != codes_precision(tensors):
         return {}
-    packed = any(isinstance(entry, PackedEntry) for entry in tensors.values())
+    packed = any(isinstance(_with_codes(entry), PackedEntry) for entry in tensors.values())
     forms = {
         name.removesuffix(".weight"): _stored_form(entry) or "int8/32"
         for name, entry in tensors.items()

@@ -79,12 +79,14 @@ class QuantizedEntry(EncodedEntry):
 class RearrangedEntry(EncodedEntry):
     """A tensor whose rows are in another order than those of the stored `source`, or which is its transpose.
 
-    `rows` are the rows of the source, or of its transpose, in our order; None: all of them, as they are.
+    `rows` are the rows of the source, or of its transpose, in our order; None: all of them, as they are. `factors`: how many
+    of our rows are multiplied by which factor, one after the other.
     """
 
     source: TensorEntry
     rows: tuple[int, ...] | range | None = field(default=None, repr=False)
     transposed: bool = False
+    factors: tuple[tuple[int, float], ...] = ()
 
 
 def join_quantized(found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -21,6 +21,7 @@ from app.models.decoders.stored import (
     is_transposed,
     is_unused,
     our_name,
+    row_factors,
 )
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.families import StoredName, encoder_family, stored_names
@@ -198,17 +199,17 @@ def _expert_part(entry: TensorEntry, part: ExpertPart) -> TensorEntry:
 
 def _rearranged(stored: str, entry: TensorEntry, ours: str, shape: Shape, config: ModelConfig) -> TensorEntry:
     """Return the entry of a tensor in our order, or the stored one if that is the same or has a wrong shape."""
-    rows, transposed = head_rows(config, ours), is_transposed(config, ours)
+    rows, transposed, factors = head_rows(config, ours), is_transposed(config, ours), row_factors(config, ours)
     found = entry.shape[::-1] if transposed else entry.shape
     is_flat = len(shape) == 1 and entry.num_elements == shape[0]
     if found != shape and not is_flat:
         return entry
-    if rows is None and not transposed and entry.shape == shape:
+    if rows is None and not transposed and not factors and entry.shape == shape:
         return entry
-    if isinstance(entry, EncodedEntry):
+    if isinstance(entry, EncodedEntry) and (transposed or entry.shape != shape):
         raise CheckpointInvalid(
             f"{entry.file.name}: {stored} is quantized, which is not supported for {config.architecture}, whose rows are"
             " stored in another order. Use the original weights."
         )
     order = None if rows is None else rows.stored_rows()
-    return RearrangedEntry(entry.file, entry.dtype, shape, entry.start, entry.end, entry, order, transposed)
+    return RearrangedEntry(entry.file, entry.dtype, shape, entry.start, entry.end, entry, order, transposed, factors)

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -83,9 +83,18 @@ class MappedFiles:
         return values - entry.added if entry.added else values
 
     def _rearranged(self, entry: RearrangedEntry, row: int, end: int) -> Tensor:
-        source = self.span(entry.source, entry.source.shape)
-        rows = source.T if entry.transposed else source.reshape(-1, *entry.shape[1:])
-        return rows[row:end] if entry.rows is None else rows[torch.tensor(entry.rows[row:end])]
+        numbers = range(row, end) if entry.rows is None else entry.rows[row:end]
+        if isinstance(entry.source, EncodedEntry):
+            source = entry.source
+            found = _rows_in_order(numbers, lambda rows: self._decoded(source, rows.start, rows.stop))
+        else:
+            stored = self.span(entry.source, entry.source.shape)
+            rows = stored.T if entry.transposed else stored.reshape(-1, *entry.shape[1:])
+            found = rows[row:end] if entry.rows is None else rows[torch.tensor(numbers)]
+        if not entry.factors:
+            return found
+        factors = torch.cat([torch.full((count,), factor) for count, factor in entry.factors])
+        return found.float() * factors[row:end].view(-1, *(1,) * (found.dim() - 1))
 
     def blocks(self, entry: BlockEntry, row: int, end: int) -> Tensor:
         """Return the blocks of rows `[row, end)` of a tensor in a GGUF file, uint8 [blocks, bytes of a block]."""
@@ -208,6 +217,11 @@ class TensorReader:
 
     def stored_codes(self, entry: TensorEntry, rows: range, bits: int) -> Int4Weight | Int8Weight | None:
         """Return the codes of these rows in groups of 32 with BF16 scales; None if a form of these bits has none."""
+        if isinstance(entry, RearrangedEntry):
+            if entry.factors or entry.transposed:
+                return None
+            source, numbers = entry.source, rows if entry.rows is None else entry.rows[rows.start : rows.stop]
+            return _codes_in_order(numbers, lambda run: self.stored_codes(source, run, bits))
         if isinstance(entry, PackedEntry):
             return held_codes(entry, rows, self.files.tensor, bits)
         return self.four_bit_codes(entry, rows) if bits == 4 else self._eight_bit_codes(entry, rows)
@@ -288,6 +302,39 @@ def row_ranges(entry: TensorEntry) -> list[range]:
     rows, columns = entry.shape
     step = _BLOCK_BYTES // (columns * TORCH_DTYPES[entry.dtype].itemsize) // PANEL_OUTPUTS * PANEL_OUTPUTS
     return [range(row, min(row + max(step, PANEL_OUTPUTS), rows)) for row in range(0, rows, max(step, PANEL_OUTPUTS))]
+
+
+def _runs(numbers: Sequence[int]) -> list[range]:
+    """Return the numbers in ascending order, as ranges without gaps."""
+    ordered = sorted(numbers)
+    ends = [at for at in range(1, len(ordered)) if ordered[at] != ordered[at - 1] + 1]
+    return [range(ordered[start], ordered[end - 1] + 1) for start, end in pairwise([0, *ends, len(ordered)])]
+
+
+def _order(numbers: Sequence[int]) -> Tensor:
+    """Return the places of numbers among them in ascending order."""
+    return torch.tensor(numbers).argsort().argsort()
+
+
+def _rows_in_order(numbers: Sequence[int], read: Callable[[range], Tensor]) -> Tensor:
+    return torch.cat([read(run) for run in _runs(numbers)])[_order(numbers)]
+
+
+def _codes_in_order(
+    numbers: Sequence[int], read: Callable[[range], Int4Weight | Int8Weight | None]
+) -> Int4Weight | Int8Weight | None:
+    found, order = [read(run) for run in _runs(numbers)], _order(numbers)
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(one, name) for one in found])[order]
+
+    first = found[0]
+    if first is None:
+        return None
+    if isinstance(first, Int8Weight):
+        return Int8Weight(joined("codes"), joined("scales"))
+    minimums = None if first.minimums is None else joined("minimums")
+    return Int4Weight(joined("codes"), joined("scales"), minimums, first.group, first.inputs)
 
 
 def _are_contiguous(entries: Sequence[TensorEntry]) -> bool:

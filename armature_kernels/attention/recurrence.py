@@ -1,8 +1,8 @@
 """Layers with a recurrent state: the gated delta rule (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060).
 
 Before both is a short convolution. The state of a sequence has a constant size: the last inputs of the convolution, and a
-matrix for each head. It is fp32 and changes in place, so an operation runs once for each token; tokens are computed one
-after the other, and a result does not depend on the parts in which a prompt came.
+matrix for each head. It is fp32 and changes in place, so an operation runs once for each token. The kernels compute prompts
+in chunks of tokens, whose last bits depend on where a prompt is cut, unless they are asked to go token by token.
 
 `csrc/recur.h` has the kernels of a CPU. The functions whose names end in `_torch` are the reference implementation and
 serve elsewhere.
@@ -31,7 +31,7 @@ class Recurrence:
 
     `filters` [width, channels], the last one for a token's own position; `bias` [channels]. With
     step = softplus(step_scale * x + step_bias) within `step_limits`, a head's state decays by e^(-rates * step) [heads].
-    `skips` [heads] times values are added to the result.
+    `skips` [heads] times values are added to the result. The delta rule takes in beta_scale * sigmoid(betas) of a value.
     """
 
     sizes: RecurrentSizes
@@ -42,6 +42,7 @@ class Recurrence:
     skips: Tensor | None = None
     step_limits: tuple[float, float] = (0.0, math.inf)
     step_scale: float = 1.0
+    beta_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,9 @@ def _fields(run: StateRun) -> tuple[int, int, int, int]:
     return run.first, run.num_tokens, run.start, run.slot
 
 
-def recur(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, step: StateStep) -> Tensor:
+def recur(
+    inputs: RecurrentInputs, layer: Recurrence, states: Tensor, step: StateStep, by_token: bool = False
+) -> Tensor:
     """Return the result fp32 [tokens, heads * value_size] of a layer, and change the states of the step's sequences.
 
     Args:
@@ -101,6 +104,7 @@ def recur(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, step: Stat
         layer: The parameters.
         states: The layer's states of all slots, fp32 [slots, state_elements].
         step: The sequences.
+        by_token: Compute no tokens together, so that results do not depend on the parts in which a prompt came.
     """
     if not supports_recurrence(inputs):
         return recur_torch(inputs, layer, states, step.runs)
@@ -112,13 +116,13 @@ def recur(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, step: Stat
     weights = (layer.filters.data_ptr(), _address(layer.bias), layer.rates.data_ptr(), layer.step_bias.data_ptr())
     strides = (inputs.channels.stride(0), inputs.steps.stride(0), slot_stride)
     counts = (sizes.channels, sizes.heads, sizes.width, wide, wide_steps)
-    numbers = (*layer.step_limits, layer.step_scale)
+    numbers = (*layer.step_limits, layer.step_scale, layer.beta_scale)
     results = (mixed.data_ptr(), scales.data_ptr(), first)
     run_operation(RecurInputsArguments(*rows, *results, *weights, *strides, *counts, *numbers), mixed.numel())
     out = empty((tokens, sizes.values), torch.float32)
     reads = (mixed.data_ptr(), scales.data_ptr(), _address(layer.skips), step.address)
     matrices = first + 4 * sizes.tail_elements
-    shape = (sizes.heads, sizes.key_heads, sizes.key_size, sizes.value_size, sizes.has_delta)
+    shape = (sizes.heads, sizes.key_heads, sizes.key_size, sizes.value_size, sizes.has_delta, by_token)
     run_operation(
         RecurArguments(*reads, out.data_ptr(), matrices, slot_stride, sizes.channels, *sizes.places, *shape),
         out.numel() * sizes.key_size,
@@ -142,7 +146,7 @@ def recur_torch(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, runs
     sizes = layer.sizes
     steps = F.softplus(inputs.steps.float() * layer.step_scale + layer.step_bias).clamp(*layer.step_limits)
     decays = torch.exp(-layer.rates * steps)
-    factors = steps if inputs.betas is None else inputs.betas.float().sigmoid()
+    factors = steps if inputs.betas is None else inputs.betas.float().sigmoid() * layer.beta_scale
     out = torch.empty(len(steps), sizes.values, device=states.device)
     for run in runs:
         own, state = slice(run.first, run.first + run.num_tokens), states[run.slot]

@@ -79,6 +79,8 @@ INLINE void describe_product(const expert_weights *w, const expert_memory *m, co
     p->tasks = p->divided.panel_tasks * p->divided.tile_tasks;
 }
 
+INLINE int has_gates(const experts_arguments *a) { return a->gate_up.outputs > a->down.inputs; }
+
 /* Describe both products of an expert. */
 INLINE void describe_products(const experts_arguments *a, const expert_memory *m, expert_rows *x) {
     expert_product *up = x->products, *down = x->products + 1;
@@ -86,7 +88,7 @@ INLINE void describe_products(const experts_arguments *a, const expert_memory *m
     describe_product(&a->gate_up, m, x, m->tiles, up);
 #ifdef GATED_PRODUCT
     describe_product(&a->down, m, x, m->plain, down);
-    if (up->form != FORM_BF16_PANELS || down->form != FORM_BF16_PANELS || !can_gate(&up->a.bf16)) return;
+    if (up->form != FORM_BF16_PANELS || down->form != FORM_BF16_PANELS || !has_gates(a) || !can_gate(&up->a.bf16)) return;
     up->gated = 1, up->tasks = gated_tasks(&up->a.bf16), up->divided.panels = 2;
 #else
     describe_product(&a->down, m, x, m->tiles, down);
@@ -178,7 +180,7 @@ static void spread_rows(const experts_arguments *a, const expert_memory *m, int6
     }
 }
 
-/* act(gate) * up of all rows for which no task has done that. */
+/* act(gate) * up, or without gates act(up), of all rows for which no task has done that. */
 static void gate_rows(const experts_arguments *a, const expert_memory *m, int64_t rows) {
     const int64_t size = a->down.inputs;
     float values[MOST_GROUP] __attribute__((aligned(64)));
@@ -191,7 +193,9 @@ static void gate_rows(const experts_arguments *a, const expert_memory *m, int64_
         for (int64_t at = 0, parts = parts_of(&out, size); at < parts; at++) {
             part p = nth_part(&out, size, at);
 #define GATE_EXPERT(WHICH) gate_values(WHICH, (gate_pair){gate + p.from, gate + size + p.from, 1, 1}, p.count, values)
-            FOR_GATE(a->activation, GATE_EXPERT)
+#define ACTIVATE_EXPERT(WHICH) activate_values(WHICH, 1, gate + p.from, p.count, values)
+            if (has_gates(a)) FOR_GATE(a->activation, GATE_EXPERT)
+            else FOR_ACTIVATION(a->activation, ACTIVATE_EXPERT)
             p.row = m->rows_of[i] - e->first;
             emit_input(e->products + 1, &out, e->rows, size, p, values);
         }

@@ -353,7 +353,8 @@ typedef struct {
 } expert_weights;
 
 /* hidden [rows, down.outputs] fp32 += the sum over j < k, in this order, of weights[i, j] times expert ids[i, j] of x[i]:
- * down(act(gate x) * up x), gate and up being the halves of one product. x [rows, inputs] is bf16 or, if `wide`, fp32;
+ * down(act(gate x) * up x), gate and up being the halves of one product, or down(act(up x)) if that product has no more
+ * outputs than `down` has inputs. x [rows, inputs] is bf16 or, if `wide`, fp32;
  * row strides in elements. ids and weights [rows, k] are read when the operation runs, and each expert's weights are read
  * once for all of its rows. `scratch` has `armature_experts_scratch` bytes. */
 typedef struct {
@@ -526,7 +527,7 @@ typedef struct {
 /* out [tokens, channels] fp32 = silu(bias + the sum over i < width of filters[i] * x of position p - width + 1 + i), x being bf16
  * or, if `wide`, fp32 with a stride between tokens in elements; filters [width, channels] fp32, bias [channels] or NULL. And
  * scales [tokens, 2, heads]: with step = softplus(step_scale * steps + step_bias), at least `least` and at most `most`, the
- * decay e^(-rates * step), and sigmoid(betas) if given, else the step. steps and betas [tokens, heads] have a stride and are
+ * decay e^(-rates * step), and beta_scale * sigmoid(betas) if given, else the step. steps and betas [tokens, heads] have a stride and are
  * bf16 or, if `wide_steps`, fp32. `states`: the layer's convolution in slot 0, slots are slot_stride floats apart. */
 typedef struct {
     const void *x, *steps, *betas;
@@ -534,18 +535,19 @@ typedef struct {
     float *out, *scales, *states;
     const float *filters, *bias, *rates, *step_bias;
     int64_t x_stride, step_stride, slot_stride, channels, heads, width, wide, wide_steps;
-    double least, most, step_scale;
+    double least, most, step_scale, beta_scale;
 } recur_inputs_arguments;
 
 /* out [tokens, heads, value_size] fp32 from x [tokens, channels] and scales of OP_RECUR_INPUTS. `query`, `key` and `value` are the
  * first channels of each; head h has the query and the key h / (heads / key_heads), of key_size elements. With the state S
  * of a head, its decay d and its factor f: S = d S + key (f value), out = query S + skips value, or with `delta`, keys and queries
- * being divided by their lengths and queries also by sqrt(key_size): S = d S + key (f (value - key d S)), out = query S. */
+ * being divided by their lengths and queries also by sqrt(key_size): S = d S + key (f (value - key d S)), out = query S. With `by_token`, tokens
+ * are never computed in chunks. */
 typedef struct {
     const float *x, *scales, *skips;
     const state_step *step;
     float *out, *states;
-    int64_t slot_stride, channels, query, key, value, heads, key_heads, key_size, value_size, delta;
+    int64_t slot_stride, channels, query, key, value, heads, key_heads, key_size, value_size, delta, by_token;
 } recur_arguments;
 
 /* out [rows, size] = x times act(gate_scale * gate), silu or, if `sigmoid`, a sigmoid. With `group`, each so many elements are

@@ -1,10 +1,14 @@
 /* Layers with a recurrent state: the gated delta rule (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060), with the short
- * convolution before them and the gated norm after them. fp32 throughout. Tokens are computed one after the other, so that
- * a token's result does not depend on the rest of the batch or on the parts in which its prompt came. */
+ * convolution before them and the gated norm after them. fp32 throughout. The tokens of a prompt are computed in chunks
+ * (recur_chunks.h), others one after the other. With `by_token` all are, and then a token's result does not depend on the
+ * parts in which its prompt came. */
 #ifndef ARMATURE_RECUR_H
 #define ARMATURE_RECUR_H
 
+#include <omp.h>
+
 #include "activate.h"
+#include "recur_chunks.h"
 #include "rowwise.h"
 
 /* log(1 + e^x): the logarithm as a series of z = y / (2 + y) <= 1/3 with y = e^-|x|. */
@@ -22,29 +26,38 @@ INLINE vf softplus(vf x) {
 
 /* ---- what the recurrence reads ---- */
 
-#define CHANNELS (8 * LANES) /* of a task */
+#define CHANNELS 512 /* of a task: a few adjacent lines of each token, which are prefetched */
+
+/* Convolve `count` channels of a token, of which `window[k]` has the inputs at place k; the last of them are stored there. */
+INLINE void convolve_token(const recur_inputs_arguments *a, int64_t width, float *const *window, const void *x, int64_t from, int64_t count, float *out) {
+    const float *filters = a->filters + from, *bias = a->bias ? a->bias + from : NULL;
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int64_t left = count - i;
+        const vf newest = row_load_part(a->wide, x, i, left);
+        vf sum = newest * vf_load_part(filters + (width - 1) * a->channels + i, left);
+        if (bias) sum += vf_load_part(bias + i, left);
+#pragma GCC unroll 8
+        for (int64_t k = 0; k < width - 1; k++) sum += vf_load(window[k] + i) * vf_load_part(filters + k * a->channels + i, left);
+        vf_store(window[width - 1] + i, newest);
+        vf_store_part(out + i, silu(sum), left);
+    }
+}
 
 /* `count` channels from `from` on of the tokens of one sequence; the last inputs become the state. */
 static void convolve_inputs(const recur_inputs_arguments *a, const state_run *run, int64_t from, int64_t count) {
-    float window[MOST_WIDTH][CHANNELS] __attribute__((aligned(64))), sum[CHANNELS] __attribute__((aligned(64)));
+    float inputs[MOST_WIDTH][CHANNELS] __attribute__((aligned(64)));
     const int64_t before = a->width - 1;
     float *tail = a->states + run->slot * a->slot_stride + from;
     for (int64_t k = 0; k < before; k++)
-        for (int64_t i = 0; i < count; i += LANES) vf_store(window[k] + i, run->start ? vf_load_part(tail + k * a->channels + i, count - i) : vf_all(0));
+        for (int64_t i = 0; i < count; i += LANES) vf_store(inputs[k] + i, run->start ? vf_load_part(tail + k * a->channels + i, count - i) : vf_all(0));
     for (int64_t t = 0; t < run->num_tokens; t++) {
         const void *x = element_of(a->wide, a->x, (run->first + t) * a->x_stride + from);
-        float *out = a->out + (run->first + t) * a->channels + from, *newest = window[(before + t) % a->width];
-        for (int64_t i = 0; i < count; i += LANES) {
-            vf_store(newest + i, row_load_part(a->wide, x, i, count - i));
-            vf_store(sum + i, a->bias ? vf_load_part(a->bias + from + i, count - i) : vf_all(0));
-        }
-        for (int64_t k = 0; k < a->width; k++) {
-            const float *filter = a->filters + k * a->channels + from, *input = window[(t + k) % a->width];
-            for (int64_t i = 0; i < count; i += LANES) vf_store(sum + i, vf_load(sum + i) + vf_load(input + i) * vf_load_part(filter + i, count - i));
-        }
-        for (int64_t i = 0; i < count; i += LANES) vf_store_part(out + i, silu(vf_load(sum + i)), count - i);
+        float *out = a->out + (run->first + t) * a->channels + from, *window[MOST_WIDTH];
+        for (int64_t k = 0; k < a->width; k++) window[k] = inputs[(t + k) % a->width];
+        if (a->width == 4) convolve_token(a, 4, window, x, from, count, out);
+        else convolve_token(a, a->width, window, x, from, count, out);
     }
-    for (int64_t k = 0; k < before; k++) memcpy(tail + k * a->channels, window[(run->num_tokens + k) % a->width], (size_t)count * sizeof *tail);
+    for (int64_t k = 0; k < before; k++) memcpy(tail + k * a->channels, inputs[(run->num_tokens + k) % a->width], (size_t)count * sizeof *tail);
 }
 
 /* The decay and the factor of each head of a token. */
@@ -56,7 +69,7 @@ static void token_scales(const recur_inputs_arguments *a, int64_t row) {
         vf step = softplus(row_load_part(a->wide_steps, steps, i, left) * (float)a->step_scale + vf_load_part(a->step_bias + i, left));
         step = vf_select(step < (float)a->least, vf_all((float)a->least), vf_select(step > (float)a->most, vf_all((float)a->most), step));
         vf_store_part(decays + i, vf_exp(-vf_load_part(a->rates + i, left) * step), left);
-        vf_store_part(factors + i, betas ? 1.0f / (1.0f + vf_exp(-row_load_part(a->wide_steps, betas, i, left))) : step, left);
+        vf_store_part(factors + i, betas ? (float)a->beta_scale / (1.0f + vf_exp(-row_load_part(a->wide_steps, betas, i, left))) : step, left);
     }
 }
 
@@ -79,83 +92,108 @@ static void recur_inputs(const void *arguments) {
 /* ---- the recurrence ---- */
 
 #define VECTORS (STATE_COLUMNS / LANES)
+#define TOGETHER (VECTORS < 4 ? VECTORS : 4) /* whose sums fit the registers */
 
-/* The sums over keys of x[k] * state row k and of y[k] * state row k. */
+/* The sums over keys of x[k] * state row k and of y[k] * state row k, of the columns from `state` on. */
 INLINE void read_state(const float *state, int64_t size, const float *x, const float *y, vf *of_x, vf *of_y) {
+    vf sums[TOGETHER], others[TOGETHER];
 #pragma GCC unroll 8
-    for (int n = 0; n < VECTORS; n++) of_x[n] = of_y[n] = vf_all(0);
+    for (int n = 0; n < TOGETHER; n++) sums[n] = others[n] = vf_all(0);
     for (int64_t k = 0; k < size; k++) {
 #pragma GCC unroll 8
-        for (int n = 0; n < VECTORS; n++) {
+        for (int n = 0; n < TOGETHER; n++) {
             const vf row = vf_load(state + k * STATE_COLUMNS + n * LANES);
-            of_x[n] += x[k] * row, of_y[n] += y[k] * row;
+            sums[n] += x[k] * row, others[n] += y[k] * row;
         }
     }
+#pragma GCC unroll 8
+    for (int n = 0; n < TOGETHER; n++) of_x[n] = sums[n], of_y[n] = others[n];
 }
 
-/* state row k = decay * state row k + key[k] * added; returns the sums over keys of query[k] * state row k. */
-INLINE void write_state(float *state, int64_t size, float decay, const float *key, const float *query, const vf *added, vf *sums) {
-    if (query)
+/* state row k = decay * state row k + key[k] * added. */
+INLINE void write_state(float *state, int64_t size, float decay, const float *key, const vf *added) {
+    vf values[TOGETHER];
 #pragma GCC unroll 8
-        for (int n = 0; n < VECTORS; n++) sums[n] = vf_all(0);
+    for (int n = 0; n < TOGETHER; n++) values[n] = added[n];
     for (int64_t k = 0; k < size; k++) {
 #pragma GCC unroll 8
-        for (int n = 0; n < VECTORS; n++) {
+        for (int n = 0; n < TOGETHER; n++) {
             float *at = state + k * STATE_COLUMNS + n * LANES;
-            const vf row = vf_load(at) * decay + key[k] * added[n];
-            vf_store(at, row);
-            if (query) sums[n] += query[k] * row;
+            vf_store(at, vf_load(at) * decay + key[k] * values[n]);
         }
     }
 }
 
-INLINE float dot(const float *x, const float *y, int64_t size) {
-    vf sum = vf_all(0);
-    for (int64_t i = 0; i < size; i += LANES) sum += vf_load_part(x + i, size - i) * vf_load_part(y + i, size - i);
-    return vf_sum(sum);
+/* The same, and the sums over keys of query[k] * state row k. */
+INLINE void write_and_read_state(float *state, int64_t size, float decay, const float *key, const float *query, const vf *added, vf *result) {
+    vf values[TOGETHER], sums[TOGETHER];
+#pragma GCC unroll 8
+    for (int n = 0; n < TOGETHER; n++) values[n] = added[n], sums[n] = vf_all(0);
+    for (int64_t k = 0; k < size; k++) {
+#pragma GCC unroll 8
+        for (int n = 0; n < TOGETHER; n++) {
+            float *at = state + k * STATE_COLUMNS + n * LANES;
+            const vf row = vf_load(at) * decay + key[k] * values[n];
+            vf_store(at, row);
+            sums[n] += query[k] * row;
+        }
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < TOGETHER; n++) result[n] = sums[n];
 }
 
 /* One token in STATE_COLUMNS elements of the values of a head, of which `left` are not padding. */
-INLINE void recur_token(const recur_arguments *a, float *state, int64_t row, int64_t head, int64_t from, int64_t left) {
-    const int64_t group = head / (a->heads / a->key_heads);
-    const float *x = a->x + row * a->channels, *query = x + a->query + group * a->key_size, *key = x + a->key + group * a->key_size;
-    const float *value = x + a->value + head * a->value_size + from, decay = a->scales[row * 2 * a->heads + head], factor = a->scales[(row * 2 + 1) * a->heads + head];
-    vf values[VECTORS], read[VECTORS], result[VECTORS];
-    for (int n = 0; n < VECTORS; n++) values[n] = n * LANES < left ? vf_load_part(value + n * LANES, left - n * LANES) : vf_all(0);
-    if (a->delta) {
-        const float size = (float)a->key_size, of_key = 1.0f / float_sqrt(dot(key, key, a->key_size) + 1e-6f);
-        const float of_query = 1.0f / float_sqrt((dot(query, query, a->key_size) + 1e-6f) * size), both = dot(query, key, a->key_size) * of_query * of_key;
-        read_state(state, a->key_size, key, query, read, result);
-        for (int n = 0; n < VECTORS; n++) {
-            const vf added = (values[n] - read[n] * (decay * of_key)) * factor;
-            result[n] = result[n] * (decay * of_query) + both * added;
-            values[n] = added * of_key;
-        }
-        write_state(state, a->key_size, decay, key, NULL, values, NULL);
-    } else {
-        const float skip = a->skips ? a->skips[head] : 0.0f;
-        for (int n = 0; n < VECTORS; n++) read[n] = values[n] * factor;
-        write_state(state, a->key_size, decay, key, query, read, result);
-        for (int n = 0; n < VECTORS; n++) result[n] += values[n] * skip;
-    }
+INLINE void recur_token(const recur_arguments *a, const token_keys *of, float *state, int64_t row, int64_t head, int64_t from, int64_t left) {
+    const float *value = a->x + row * a->channels + a->value + head * a->value_size + from, *query = of->query, *key = of->key;
+    const float decay = a->scales[row * 2 * a->heads + head], factor = a->scales[(row * 2 + 1) * a->heads + head], skip = a->skips ? a->skips[head] : 0.0f;
     float *out = a->out + (row * a->heads + head) * a->value_size + from;
-    for (int n = 0; n < VECTORS; n++)
-        if (n * LANES < left) vf_store_part(out + n * LANES, result[n], left - n * LANES);
+    for (int part = 0; part < VECTORS && part * LANES < left; part += TOGETHER) {
+        vf values[TOGETHER], read[TOGETHER], result[TOGETHER];
+        for (int n = 0; n < TOGETHER; n++) values[n] = (part + n) * LANES < left ? vf_load_part(value + (part + n) * LANES, left - (part + n) * LANES) : vf_all(0);
+        float *columns = state + part * LANES;
+        if (a->delta) {
+            read_state(columns, a->key_size, key, query, read, result);
+            for (int n = 0; n < TOGETHER; n++) {
+                const vf added = (values[n] - read[n] * (decay * of->key_scale)) * factor;
+                result[n] = result[n] * (decay * of->query_scale) + of->both * added;
+                values[n] = added * of->key_scale;
+            }
+            write_state(columns, a->key_size, decay, key, values);
+        } else {
+            for (int n = 0; n < TOGETHER; n++) read[n] = values[n] * factor;
+            write_and_read_state(columns, a->key_size, decay, key, query, read, result);
+            for (int n = 0; n < TOGETHER; n++) result[n] += values[n] * skip;
+        }
+        for (int n = 0; n < TOGETHER; n++)
+            if ((part + n) * LANES < left) vf_store_part(out + (part + n) * LANES, result[n], left - (part + n) * LANES);
+    }
+}
+
+/* The units [first, end), each STATE_COLUMNS elements of the values of a head, of one sequence. */
+static void recur_run(const recur_arguments *a, const state_run *run, int64_t first, int64_t end) {
+    const int64_t tiles = (a->value_size + STATE_COLUMNS - 1) / STATE_COLUMNS, tile_size = a->key_size * STATE_COLUMNS, per_group = a->heads / a->key_heads;
+    float *states = a->states + run->slot * a->slot_stride;
+    if (!run->start) memset(states + first * tile_size, 0, (size_t)((end - first) * tile_size) * sizeof *states);
+    const int by_token = a->by_token || a->key_size > MOST_CHUNK_KEYS || run->num_tokens < LEAST_CHUNK;
+    if (!by_token) {
+        recur_chunks(a, run, states, first, end);
+        return;
+    }
+    for (int64_t row = run->first; row < run->first + run->num_tokens; row++) {
+        token_keys of = {0};
+        for (int64_t unit = first, group = -1; unit < end; unit++) {
+            const int64_t head = unit / tiles, from = unit % tiles * STATE_COLUMNS;
+            if (head / per_group != group) group = head / per_group, of = keys_of(a, row, group);
+            recur_token(a, &of, states + unit * tile_size, row, head, from, a->value_size - from);
+        }
+    }
 }
 
 static void recur(const void *arguments) {
     const recur_arguments *a = arguments;
-    const int64_t tiles = (a->value_size + STATE_COLUMNS - 1) / STATE_COLUMNS, tile_size = a->key_size * STATE_COLUMNS;
-    for (int64_t i = 0; i < a->step->num_runs; i++) {
-        const state_run *run = &a->step->runs[i];
-#pragma omp for schedule(static) nowait
-        for (int64_t task = 0; task < a->heads * tiles; task++) {
-            float *state = a->states + run->slot * a->slot_stride + task * tile_size;
-            const int64_t from = task % tiles * STATE_COLUMNS;
-            if (!run->start) memset(state, 0, (size_t)tile_size * sizeof *state);
-            for (int64_t t = 0; t < run->num_tokens; t++) recur_token(a, state, run->first + t, task / tiles, from, a->value_size - from);
-        }
-    }
+    const int64_t units = a->heads * ((a->value_size + STATE_COLUMNS - 1) / STATE_COLUMNS), thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const int64_t first = units * thread / threads, end = units * (thread + 1) / threads;
+    for (int64_t i = 0; i < a->step->num_runs && first < end; i++) recur_run(a, &a->step->runs[i], first, end);
 #pragma omp barrier
 }
 

@@ -1,4 +1,4 @@
-"""The experts of a mixture: gated MLPs of which each row uses some, with the products of all experts in one operation.
+"""The experts of a mixture: MLPs, with gates or without, of which each row uses some, with the products of all experts in one operation.
 
 Rows are grouped by expert, so an expert's weights are read once for all of its rows (csrc/experts.h). `run_experts_torch`
 computes one expert after the other; it is the reference implementation and serves forms without the operation.
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from armature_kernels.elementwise.activations import activate
 from armature_kernels.elementwise.embedding import TableLayout
 from armature_kernels.elementwise.norms import gate
 from armature_kernels.linear.activations import ROW_DTYPES, Activations
@@ -31,10 +32,11 @@ PanelForm = IntPanelLinear | Bf16PanelLinear | Fp32PanelLinear
 
 
 class ExpertForms(NamedTuple):
-    """The forms of a gated MLP: gate and up [2 * inner, hidden] as one product, and down [hidden, inner]."""
+    """The forms of an MLP: gate and up [2 * inner, hidden] as one product, or up alone, and down [hidden, inner]."""
 
     gate_up: LinearForm
     down: LinearForm
+    has_gates: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,9 @@ class ExpertStack:
         """Return the stack of these experts; None if a form has no native operation."""
         if not has_kernel(OpCode.EXPERTS):
             return None
-        gate_up, down = (ProductStack.of(forms) for forms in zip(*experts, strict=True))
+        gate_up, down = (
+            ProductStack.of(forms) for forms in ([one.gate_up for one in experts], [one.down for one in experts])
+        )
         return None if gate_up is None or down is None else cls(gate_up, down)
 
     def add_to(self, hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
@@ -131,7 +135,7 @@ def run_experts_torch(
         x: [tokens, hidden] in the model's dtype.
         ids: int64 [tokens, top_k], all different within a row.
         weights: fp32 [tokens, top_k].
-        activation: Of the gates.
+        activation: Of the gates, or of the inner values of experts without gates.
     """
     results = torch.empty(*ids.shape, hidden.shape[1])
     for number, expert in enumerate(experts):
@@ -143,5 +147,6 @@ def run_experts_torch(
 
 def _run(expert: ExpertForms, x: Tensor, activation: str) -> Tensor:
     gate_up = expert.gate_up.multiply(x)
-    gated: Activations = gate(gate_up, activation, expert.down.activation_group(len(gate_up)))
+    group = expert.down.activation_group(len(gate_up))
+    gated: Activations = (gate if expert.has_gates else activate)(gate_up, activation, group)
     return expert.down.multiply(gated)

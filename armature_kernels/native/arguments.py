@@ -447,7 +447,7 @@ class RecurInputsArguments(Arguments):
         *((name, _ADDRESS) for name in ("filters", "bias", "rates", "step_bias")),
         *((name, _INT) for name in ("x_stride", "step_stride", "slot_stride", "channels", "heads", "width")),
         *((name, _INT) for name in ("wide", "wide_steps")),
-        *((name, _FLOAT) for name in ("least", "most", "step_scale")),
+        *((name, _FLOAT) for name in ("least", "most", "step_scale", "beta_scale")),
     )
 
 
@@ -458,7 +458,7 @@ class RecurArguments(Arguments):
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "scales", "skips", "step", "out", "states")),
         *((name, _INT) for name in ("slot_stride", "channels", "query", "key", "value", "heads", "key_heads")),
-        *((name, _INT) for name in ("key_size", "value_size", "delta")),
+        *((name, _INT) for name in ("key_size", "value_size", "delta", "by_token")),
     )
 
 

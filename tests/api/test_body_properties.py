@@ -56,12 +56,14 @@ def understood(model: type[Body], content: bytes) -> None:
         assert len(error.message) < 5_000
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize("model", BODIES)
 @given(content=st.binary(max_size=64) | st.text(max_size=64).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes(model: type[Body], content: bytes) -> None:
     understood(model, content)
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize("model", BODIES)
 @given(
     fields=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5),

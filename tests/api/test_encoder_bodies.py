@@ -73,6 +73,7 @@ def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
+@pytest.mark.cases(test=4, ci=9)
 @pytest.mark.parametrize("path", ROUTES)
 @given(given_data=st.data())
 @settings(max_examples=15, deadline=None)

@@ -23,6 +23,7 @@ async def test_a_success_has_no_code(client: httpx.AsyncClient, metrics: Countin
     assert metrics.responses == [("POST", "/generate", 200, ""), ("GET", "/healthz", 200, "")]
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize(
     ("method", "path", "told"),
     [

@@ -40,6 +40,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(ci=4)
 @pytest.mark.full
 @pytest.mark.parametrize("name", ASKED)
 def test_a_hostile_grammar_is_refused_in_every_field(server: LiveServer, name: str) -> None:

@@ -140,6 +140,7 @@ def test_pipelined_requests_are_parsed_one_ahead_and_all_answered() -> None:
         assert data.count(b"HTTP/1.1 200") == number
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("path", ["/info", "/v1/models", "/nothing"])
 def test_a_client_that_pipelines_and_reads_nothing_is_cut_off(path: str) -> None:
     with attacked(send_buffer=4096, write_timeout_seconds=0.3) as server, server.connect(SO_RCVBUF=4096) as connection:

@@ -103,6 +103,7 @@ def test_get_with_an_upgrade_and_connect(server: AttackServer) -> None:
         assert refused.status == 400 and refused.json["error"]["code"] == "invalid_request"
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize(
     "path", ["/healthz", "/readyz", "/metrics", "/v1/models", "/v1/models/demo", "/v2/health/live", "/openapi.json"]
 )
@@ -207,6 +208,7 @@ def test_what_is_no_http_gets_json(server: AttackServer, data: bytes) -> None:
     assert answer.json["error"]["code"] == "invalid_request" and answer.headers["x-request-id"]
 
 
+@pytest.mark.cases(test=3)
 @pytest.mark.parametrize(
     "lines",
     [

@@ -75,6 +75,7 @@ def test_the_first_use_of_everything_grows_memory_little() -> None:
         assert resident_bytes(process_id) - before < MOST_RESIDENT_BYTES
 
 
+@pytest.mark.cases(ci=3)
 @pytest.mark.parametrize("text", ["a", "the fox said ", "é"])
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
 def test_a_prompt_of_16_megabytes(llama: tuple[httpx.Client, int], text: str, path: str) -> None:
@@ -110,6 +111,7 @@ def test_the_tokens_of_16_megabytes_are_not_listed(llama: tuple[httpx.Client, in
     assert peak_bytes(process_id) - before < MOST_BYTES
 
 
+@pytest.mark.cases(ci=1)
 @pytest.mark.parametrize("text", ["!", "the fox said ", "9 "])
 def test_texts_of_16_megabytes_for_an_encoder(bert: tuple[httpx.Client, int], text: str) -> None:
     client, process_id = bert

@@ -155,6 +155,7 @@ def check(directory: Path, stored: Stored) -> bool:
     return True
 
 
+@pytest.mark.cases(test=3)
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
 @settings(max_examples=examples(24), suppress_health_check=[HealthCheck.too_slow])
 @given(mutations=MUTATIONS)

@@ -50,6 +50,7 @@ def good() -> Iterator[ChatTemplate]:
     template.close()
 
 
+@pytest.mark.cases(test=3, ci=12)
 @pytest.mark.parametrize("source", CASES)
 def test_a_hostile_template_is_refused_within_its_limits(
     source: str, good: ChatTemplate, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +154,7 @@ def test_messages_larger_than_the_memory_are_refused_unsent() -> None:
     template.close()
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("name", ["time: fib macro", "memory: percent width", "escape: subclasses"])
 def test_a_server_with_a_hostile_template_serves_the_rest(server: LiveServer, name: str) -> None:
     service = server.find_served.service
@@ -177,6 +179,7 @@ def write_template(directory: Path, source: str) -> Path:
     return checkpoint
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["break outside of a loop", *(pytest.param(name, marks=pytest.mark.full) for name in ["5,000 parentheses"])]
 )
@@ -191,6 +194,7 @@ def test_a_start_with_a_bad_template_ends_with_2_and_names_the_file(tmp_path: Pa
     assert "torch imported" not in said
 
 
+@pytest.mark.full
 def test_a_stop_while_templates_run_and_texts_are_read_ends_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +254,7 @@ server.run(sockets=[listener])
 """
 
 
+@pytest.mark.full
 def test_a_stop_that_hangs_ends_the_process(root: Path) -> None:
     command = [sys.executable, "-c", HANGING]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -246,6 +246,8 @@ def test_a_long_text_for_an_encoder_is_refused_soon(text: str) -> None:
     assert seen.longest <= 2 * bounds.CHUNK_CHARACTERS and seen.num_characters <= 2 * bounds.CHUNK_CHARACTERS
 
 
+@pytest.mark.cases(ci=1)
+@pytest.mark.full
 @pytest.mark.parametrize("left", [False, True])
 def test_a_truncated_text_is_read_as_far_as_it_matters(left: bool) -> None:
     text = "first " + WORDS * 40_000 + "last"

@@ -65,6 +65,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(test=4)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_tokenizer_is_refused_with_a_sentence(name: str, tmp_path: Path) -> None:
     changes, reason = HOSTILE[name]

@@ -176,6 +176,7 @@ def test_as_documented_who_is_gone_costs_nobody_an_answer(documented: str, pair:
     assert {post(documented) for _ in range(10)} == {(200, "b")}
 
 
+@pytest.mark.full
 def test_as_documented_a_machine_that_is_gone_costs_a_second_and_no_answer(
     documented: str, pair: tuple[Backend, Backend]
 ) -> None:

@@ -23,6 +23,8 @@ from tools.monitoring.check_dashboards import (
     variables,
 )
 
+pytestmark = pytest.mark.full  # Prometheus and servers are started
+
 LOOK_BACK = 300.0  # the servers were busy for less
 RATE_SECONDS = 15  # Grafana takes four scrape intervals at least; a busy machine misses some
 NO_IDLE = "no counter of energy: what is modelled knows no idle power"

@@ -99,7 +99,7 @@ def pattern_of(line: str) -> re.Pattern[str]:
 def test_a_lock_is_what_serves_with_hashes(lock: Lock) -> None:
     pins = dict(
         line.split("==")
-        for file in ("runtime.txt", "otel.txt")
+        for file in ("runtime.txt", "otel.txt", "transformers.txt")
         for line in (ROOT / "requirements" / file).read_text().splitlines()
         if re.match(r"[a-z]", line)
     )

@@ -85,6 +85,7 @@ def test_checkov_finds_nothing_but_what_is_answered(tmp_path: Path) -> None:
     assert {each.split()[0] for each in failed} == set(SKIPPED), failed
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("folder", SERVICES)
 def test_no_two_manifests_have_one_name(folder: str) -> None:
     names = [(each["kind"], each["metadata"]["name"]) for each in built(folder)]

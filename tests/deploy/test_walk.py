@@ -68,6 +68,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StubCluster]
     return home, cluster
 
 
+@pytest.mark.full
 def test_both_pools_are_there_with_the_images_that_were_pushed(walked: tuple[Path, StubCluster]) -> None:
     deployments = walked[1].of_kind("Deployment")
     assert set(deployments) == {"armature-amd64", "armature-arm64"}

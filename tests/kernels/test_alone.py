@@ -26,6 +26,7 @@ def test_no_test_of_the_kernels_imports_the_server() -> None:
     assert importing == []
 
 
+@pytest.mark.full
 @needs_library
 def test_the_readme_has_an_example_that_runs() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "armature_kernels" / "README.md").read_text(), re.DOTALL)

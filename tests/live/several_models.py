@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 
 from app.server.app import create_app
@@ -68,12 +70,15 @@ class LiveModels:
 
 @contextlib.contextmanager
 def several(models: Mapping[str, Path | Mapping[str, Any]], **common: Any) -> Iterator[LiveModels]:
-    """A server that is ready, and stopped afterwards."""
+    """A server that is ready, and stopped afterwards. What the tests hold stays frozen when it unloads a model."""
     environment = dict(os.environ)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(gc, "unfreeze", lambda: None)
     server = LiveModels(models, **common)
     try:
         yield server.wait_until_ready()
     finally:
         server.stop()
+        patch.undo()
         os.environ.clear()
         os.environ.update(environment)

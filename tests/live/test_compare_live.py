@@ -92,6 +92,7 @@ def test_the_demo_decoder_until_its_server_is_killed(tmp_path: Path) -> None:
     assert any("not calibrated" in doubt for doubt in result.doubts)
 
 
+@pytest.mark.nightly
 def test_the_demo_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "BATCHES", (1, 8))
     monkeypatch.setattr(loads, "CLIENTS", (1, 8))

@@ -46,6 +46,7 @@ def test_a_unix_socket_and_a_port_serve_the_same(tiny: Path, tmp_path: Path) -> 
     assert "the API keys have changed: 1 are new, 1 are no longer accepted" in said
 
 
+@pytest.mark.cases(ci=1)
 @pytest.mark.parametrize("output", ["closed", "/dev/full"])
 def test_a_standard_output_that_cannot_be_written_is_no_failure(tiny: Path, tmp_path: Path, output: str) -> None:
     path = tmp_path / "a.sock"

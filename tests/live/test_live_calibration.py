@@ -38,6 +38,7 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, monkeypa
         assert server.client.get("/info").json()["plan"]["capacity_tokens_per_second"]["value"]["decode"]
 
 
+@pytest.mark.full
 def test_an_encoder_is_measured_and_reports_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("armature_kernels.timing.MAX_SPREAD", 1e9)
     monkeypatch.setattr("armature_kernels.timing.MAX_ADJUSTMENT", 1e9)

@@ -36,6 +36,7 @@ def stop(server: ServerProcess) -> str:
     return said
 
 
+@pytest.mark.full
 def test_a_start_has_few_lines_and_a_request_one(tiny: Path) -> None:
     with server_process(tiny) as server:
         url = ready(server)

@@ -64,6 +64,7 @@ def answered(server: LiveServer) -> list[Any]:
     return [[choice["text"] for choice in each.json()["choices"]] for each in found]
 
 
+@pytest.mark.full
 def test_it_says_what_a_processor_says(server: LiveServer) -> None:
     told = server.client.get("/info").json()["plan"]
     assert (told["device"]["value"], told["cuda_device"]["value"], told["compile"]["value"]) == ("cuda", 0, True)

@@ -95,6 +95,7 @@ def streamed(server: LiveServer, path: str, body: dict[str, Any], streams: bool 
     return re.sub(r'"(\w+_duration|\w+_m?s|\w+_per_second)":[\d.]+', r'"\1":0', text)
 
 
+@pytest.mark.cases(test=3)
 @pytest.mark.usefixtures("_unhurried")
 @pytest.mark.parametrize("name", [*BODIES, *GENERAL])
 def test_both_ways_write_the_same(steady: LiveServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -114,6 +115,7 @@ def test_both_ways_write_the_same(steady: LiveServer, monkeypatch: pytest.Monkey
     assert streamed(steady, path, body) == direct
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.usefixtures("_unhurried")
 @pytest.mark.parametrize("name", [*WHOLE, *list(GENERAL)[1:]])
 def test_a_whole_answer_is_the_same_both_ways(steady: LiveServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:

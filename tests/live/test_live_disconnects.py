@@ -27,6 +27,7 @@ class Caller:
         self.socket.close()
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_before_prefill(server: LiveServer, stream: bool) -> None:
     server.reins.hold()
@@ -48,6 +49,7 @@ def test_before_prefill(server: LiveServer, stream: bool) -> None:
     )
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_during_prefill(server: LiveServer, stream: bool) -> None:
     server.reins.hold()

@@ -31,6 +31,7 @@ def texts_of(server: LiveServer) -> list[Any]:
         return list(threads.map(ask, bodies * 2, PROMPTS * 2))
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("draft_seed", [5, 6])
 def test_a_draft_model_changes_no_text(tmp_path: Path, draft_seed: int) -> None:
     served = write_checkpoint(tmp_path / "served", seed=5)

@@ -88,6 +88,7 @@ def streamed(server: LiveServer, path: str) -> str:
     return text
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize("path", STREAMS)
 def test_each_dialect_streams_the_same(apart: LiveServer, together: LiveServer, path: str) -> None:
     assert streamed(apart, path) == streamed(together, path)
@@ -153,6 +154,7 @@ def test_a_client_that_reads_a_byte_at_a_time_stops_nobody(apart: LiveServer) ->
     assert b"".join(read).count(b"data:") > 1
 
 
+@pytest.mark.full
 def test_the_end_of_an_engine_ends_its_requests_alone_and_it_is_started_again(
     apart: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +248,7 @@ def test_an_engine_that_never_starts_ends_the_server(tiny: Path, monkeypatch: py
     assert "status 3" in str(server.fatal[0])
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_loaded_ends_the_server_as_with_a_thread(tiny: Path, tmp_path: Path) -> None:
     copy = tmp_path / "model"
     copy.mkdir()
@@ -263,6 +266,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_as_with_a_thread(tiny: Pa
     assert messages[0] == messages[1] and messages[0][0] == "CheckpointInvalid"
 
 
+@pytest.mark.full
 def test_embeddings_are_the_same() -> None:
     vectors = []
     for where in ("on", "off"):

@@ -42,6 +42,7 @@ def run(*words: str) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr
 
 
+@pytest.mark.full
 def test_pull_list_and_rm(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "home" / "hub" / "models--org--tiny"
     status, said, log = run("pull", "org/tiny")
@@ -92,6 +93,7 @@ def test_rm_asks_on_a_terminal(hub: Hub, tmp_path: Path) -> None:
         assert "Remove 1 revision with their files? [y/N]" in ended.stderr
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize(
     "variable, value", [("ARMATURE_OFFLINE", "on"), ("HF_HUB_OFFLINE", "1"), ("TRANSFORMERS_OFFLINE", "1")]
 )
@@ -116,6 +118,7 @@ def test_ctrl_c_leaves_no_half_file(hub: Hub, tmp_path: Path) -> None:
     assert next((tmp_path / "home").rglob("tokenizer.json")).is_file()
 
 
+@pytest.mark.full
 def test_a_server_fetches_its_model_with_its_port_open(hub: Hub) -> None:
     hub.gates["model.safetensors"] = gate = threading.Event()
     with server_process(Path("org/tiny")) as server, httpx.Client(base_url=server.url(), timeout=PATIENCE) as client:
@@ -137,6 +140,7 @@ def test_a_server_fetches_its_model_with_its_port_open(hub: Hub) -> None:
         assert client.post("/v1/completions", json=body).status_code == 200
 
 
+@pytest.mark.full
 def test_a_stop_while_the_model_is_fetched_is_no_failure(hub: Hub) -> None:
     hub.gates["model.safetensors"] = gate = threading.Event()
     with server_process(Path("org/tiny")) as server:
@@ -147,6 +151,7 @@ def test_a_stop_while_the_model_is_fetched_is_no_failure(hub: Hub) -> None:
         assert server.finish()[0] == 0
 
 
+@pytest.mark.full
 def test_a_server_ends_with_the_reason_why_its_model_cannot_be_fetched(hub: Hub) -> None:
     with server_process(Path("org/none")) as server:
         status, log = server.finish()

@@ -56,6 +56,7 @@ ENCODER: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.cases(ci=1)
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
 def test_everything_is_imported_before_the_server_is_ready(kind: str, tmp_path: Path) -> None:
     model = (write_checkpoint if kind == "decoder" else write_encoder)(tmp_path / "model")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,20 @@ from tiny_encoders import write_encoder
 @pytest.fixture(scope="module")
 def embed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_encoder(tmp_path_factory.mktemp("checkpoints") / "embed")
+
+
+@pytest.fixture(scope="module")
+def shared_models(tiny: Path, embed: Path) -> Iterator[LiveModels]:
+    with several({"tiny": tiny, "embed": embed}, model_control="on") as server:
+        yield server
+
+
+@pytest.fixture
+def controlled(shared_models: LiveModels) -> LiveModels:
+    """Two models that clients may load and unload, both ready."""
+    shared_models.post("/v2/repository/models/tiny/load")
+    until(lambda: shared_models.states() == {"tiny": "ready", "embed": "ready"})
+    return shared_models
 
 
 def on_demand(model: Path, **more: Any) -> dict[str, Any]:
@@ -54,6 +70,7 @@ def test_the_first_request_loads_a_model_and_waits_for_it(tiny: Path, embed: Pat
         assert server.states() == {"tiny": "ready", "embed": "ready"}
 
 
+@pytest.mark.full
 def test_a_client_whose_wait_would_be_too_long_is_told_when_to_come_back(tiny: Path, embed: Path) -> None:
     with several({"tiny": tiny, "embed": on_demand(embed, request_timeout_seconds=2.0)}) as server:
         (entry,) = server.registry.entries[1:]
@@ -65,6 +82,7 @@ def test_a_client_whose_wait_would_be_too_long_is_told_when_to_come_back(tiny: P
         embeds(server, "embed")
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_loaded_leaves_the_others_serving(tiny: Path, tmp_path: Path) -> None:
     broken = write_checkpoint(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
@@ -84,6 +102,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_others_serving(tiny: Path, tmp
         assert not server.fatal
 
 
+@pytest.mark.full
 def test_the_process_ends_if_no_model_can_be_loaded(tmp_path: Path) -> None:
     folders = [write_checkpoint(tmp_path / name) for name in ("one", "two")]
     for folder in folders:
@@ -93,6 +112,7 @@ def test_the_process_ends_if_no_model_can_be_loaded(tmp_path: Path) -> None:
         assert server.client.get("/healthz").status_code == 500
 
 
+@pytest.mark.full
 def test_a_failed_model_is_loaded_again_once_it_can_be(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(registry_module, "FIRST_RETRY_SECONDS", 0.05)
     late = tmp_path / "late"
@@ -102,33 +122,41 @@ def test_a_failed_model_is_loaded_again_once_it_can_be(tiny: Path, tmp_path: Pat
         until(lambda: server.post("/v1/completions", model="late", prompt="a", max_tokens=1).status_code == 200)
 
 
-def test_unloading_waits_for_open_requests_and_the_next_one_loads_again(tiny: Path, embed: Path) -> None:
-    with several({"tiny": tiny, "embed": embed}, model_control="on") as server:
-        with server.client.stream(
-            "POST",
-            "/v1/completions",
-            json={"model": "tiny", "prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True},
-        ) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            unloading = threading.Thread(target=server.post, args=("/models/unload",), kwargs={"model": "tiny"})
-            unloading.start()
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert '"finish_reason":"length"' in rest[-2]
-        unloading.join(PATIENCE)
-        assert server.states() == {"tiny": "unloaded", "embed": "ready"}
-        counted = 'armature_tokens_total{kind="completion",model="tiny"} 200.0'
-        assert counted in server.client.get("/metrics").text
-        assert server.post("/v1/completions", model="tiny", prompt="a", max_tokens=1).status_code == 200
-        after = server.client.get("/metrics").text
-        assert counted.replace("200", "201") in after  # the counters go on
-        assert 'armature_ready{model="tiny"} 1.0' in after
+@pytest.mark.full
+def test_unloading_waits_for_open_requests_and_the_next_one_loads_again(controlled: LiveModels) -> None:
+    server, before = controlled, completion_tokens(controlled)
+    with server.client.stream(
+        "POST",
+        "/v1/completions",
+        json={"model": "tiny", "prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True},
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        unloading = threading.Thread(target=server.post, args=("/models/unload",), kwargs={"model": "tiny"})
+        unloading.start()
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2]
+    unloading.join(PATIENCE)
+    assert server.states() == {"tiny": "unloaded", "embed": "ready"}
+    assert completion_tokens(server) == before + 200
+    assert server.post("/v1/completions", model="tiny", prompt="a", max_tokens=1).status_code == 200
+    assert completion_tokens(server) == before + 201  # the counters go on
+    assert 'armature_ready{model="tiny"} 1.0' in server.client.get("/metrics").text
 
 
+def completion_tokens(server: LiveModels) -> float:
+    text = server.client.get("/metrics").text
+    found = re.search(r'^armature_tokens_total\{kind="completion",model="tiny"\} (\S+)$', text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("dialect", ["oip", "llama_cpp", "ollama"])
-def test_clients_load_and_unload_by_each_dialect(tiny: Path, embed: Path, dialect: str) -> None:
-    def control(server: LiveModels, loads: bool) -> Any:
+def test_clients_load_and_unload_by_each_dialect(controlled: LiveModels, dialect: str) -> None:
+    server = controlled
+
+    def control(loads: bool) -> Any:
         verb = "load" if loads else "unload"
         if dialect == "oip":
             return server.post(f"/v2/repository/models/tiny/{verb}")
@@ -136,40 +164,35 @@ def test_clients_load_and_unload_by_each_dialect(tiny: Path, embed: Path, dialec
             return server.post(f"/models/{verb}", model="tiny")
         return server.post("/api/generate", model="tiny", **({} if loads else {"keep_alive": 0}), stream=False)
 
-    with several({"tiny": tiny, "embed": embed}, model_control="on") as server:
-        for _ in range(2):
-            for loads, state, code in ((False, "unloaded", "UNAVAILABLE"), (True, "ready", "READY")):
-                answer = control(server, loads)
-                assert answer.status_code == 200, answer.text
-                until(lambda state=state: server.states()["tiny"] == state)  # type: ignore[misc]
-                index = server.post("/v2/repository/index").json()
-                assert index[0] == {
-                    "name": "tiny",
-                    "version": "1",
-                    "state": code,
-                    "reason": "" if loads else "unloaded",
-                }
-        if dialect == "ollama":
-            assert control(server, False).json()["done_reason"] == "unload"
-        assert server.post("/v2/repository/models/absent/load").status_code == 404
-        assert server.post("/models/load", model="absent").status_code == 404
-        files = {"parameters": {"config": "{}", "file:1/model.onnx": "AAAA"}}
-        assert server.post("/v2/repository/models/tiny/load", **files).status_code == 400
+    for loads, state, code in ((False, "unloaded", "UNAVAILABLE"), (True, "ready", "READY")):
+        answer = control(loads)
+        assert answer.status_code == 200, answer.text
+        if dialect == "ollama" and not loads:
+            assert answer.json()["done_reason"] == "unload"
+        until(lambda state=state: server.states()["tiny"] == state)  # type: ignore[misc]
+        index = server.post("/v2/repository/index").json()
+        assert index[0] == {"name": "tiny", "version": "1", "state": code, "reason": "" if loads else "unloaded"}
+    assert server.post("/v2/repository/models/absent/load").status_code == 404
+    assert server.post("/models/load", model="absent").status_code == 404
+    files = {"parameters": {"config": "{}", "file:1/model.onnx": "AAAA"}}
+    assert server.post("/v2/repository/models/tiny/load", **files).status_code == 400
 
 
-def test_keep_alive_is_a_time_without_requests(tiny: Path, embed: Path) -> None:
-    with several({"tiny": tiny, "embed": embed}, model_control="on") as server:
-        for value in ("10m", 600, "600"):
-            server.post("/api/generate", model="tiny", prompt="a", keep_alive=value, stream=False)
-            assert 590 < server.registry.entries[0].timer.when() - server.run(server.registry._loop.time) <= 600
-        server.post("/api/generate", model="tiny", prompt="a", keep_alive=-1, stream=False)
-        assert server.registry.entries[0].timer is None
-        wrong = server.post("/api/generate", model="tiny", prompt="a", keep_alive="soon", stream=False)
-        assert (wrong.status_code, "keep_alive" in wrong.json()["error"]) == (400, True)
-        server.post("/api/generate", model="tiny", prompt="a", keep_alive="1ms", stream=False)
-        until(lambda: server.states()["tiny"] == "unloaded")
+@pytest.mark.full
+def test_keep_alive_is_a_time_without_requests(controlled: LiveModels) -> None:
+    server = controlled
+    for value in ("10m", 600, "600"):
+        server.post("/api/generate", model="tiny", prompt="a", keep_alive=value, stream=False)
+        assert 590 < server.registry.entries[0].timer.when() - server.run(server.registry._loop.time) <= 600
+    server.post("/api/generate", model="tiny", prompt="a", keep_alive=-1, stream=False)
+    assert server.registry.entries[0].timer is None
+    wrong = server.post("/api/generate", model="tiny", prompt="a", keep_alive="soon", stream=False)
+    assert (wrong.status_code, "keep_alive" in wrong.json()["error"]) == (400, True)
+    server.post("/api/generate", model="tiny", prompt="a", keep_alive="1ms", stream=False)
+    until(lambda: server.states()["tiny"] == "unloaded")
 
 
+@pytest.mark.full
 def test_a_model_is_unloaded_after_its_idle_time(tiny: Path, embed: Path) -> None:
     with several({"tiny": tiny, "embed": {"model": embed, "unload_after_seconds": 0.05}}) as server:
         until(lambda: server.states()["embed"] == "unloaded")
@@ -178,6 +201,7 @@ def test_a_model_is_unloaded_after_its_idle_time(tiny: Path, embed: Path) -> Non
         assert server.states()["tiny"] == "ready"
 
 
+@pytest.mark.full
 def test_the_least_recently_used_one_is_unloaded_if_memory_is_short(embed: Path, monkeypatch: Any) -> None:
     with several({name: on_demand(embed) for name in ("one", "two", "three")}) as server:
         assert server.client.get("/readyz").status_code == 200  # each can be loaded
@@ -199,6 +223,7 @@ def test_the_least_recently_used_one_is_unloaded_if_memory_is_short(embed: Path,
         assert server.states() == {"one": "unloaded", "two": "ready", "three": "ready"}
 
 
+@pytest.mark.full
 def test_an_engine_that_is_killed_is_started_again_while_others_serve(
     tiny: Path, embed: Path, monkeypatch: Any
 ) -> None:
@@ -216,6 +241,7 @@ def test_an_engine_that_is_killed_is_started_again_while_others_serve(
         assert not server.fatal
 
 
+@pytest.mark.full
 def test_the_server_stops_while_a_model_is_loading_and_requests_wait(tiny: Path) -> None:
     with several({"tiny": tiny, "late": on_demand(tiny)}) as server:
         held = asyncio.run_coroutine_threadsafe(server.registry._loading.acquire(), server.registry._loop)

@@ -19,6 +19,9 @@ from tests.live.web_browser import WITHOUT_BROWSER, Visits, send, wait_for_answe
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 
+# Four processes are started; `test_live_model_loads.py` serves two models in `make test`.
+pytestmark = pytest.mark.full
+
 CHAT = [{"role": "user", "content": "Hello"}]
 
 
@@ -204,7 +207,6 @@ def test_top_and_chat_choose_among_the_models(models: LiveModels, capsys: pytest
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.full
 @WITHOUT_BROWSER
 def test_the_page_has_a_list_of_the_models(models: LiveModels, browser: Any, visit: Visits) -> None:
     page = visit(models)  # type: ignore[arg-type]  # it has an address
@@ -218,7 +220,6 @@ def test_the_page_has_a_list_of_the_models(models: LiveModels, browser: Any, vis
     page.get_by_text("Tokens a second").first.wait_for()
 
 
-@pytest.mark.full
 @WITHOUT_BROWSER
 def test_the_page_loads_the_model_that_is_chosen(folders: dict[str, Path], browser: Any, visit: Visits) -> None:
     with several({"tiny": folders["tiny"], "embed": {"model": folders["embed"], "load": "on-demand"}}) as server:

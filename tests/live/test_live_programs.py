@@ -52,6 +52,7 @@ def asked(ids: Any, dense: Any, binary: bool = True) -> list[triton.InferInput]:
     return tensors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("binary", [True, False])
 def test_tritons_client_finds_it_and_gets_what_the_model_gives(served: str, binary: bool) -> None:
     with triton.InferenceServerClient(served.removeprefix("http://")) as client:

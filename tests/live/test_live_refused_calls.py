@@ -51,6 +51,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
 
+@pytest.mark.cases(ci=1)
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="filters are Linux's")
 @pytest.mark.parametrize(

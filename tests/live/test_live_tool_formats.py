@@ -61,6 +61,7 @@ FUNCTION = {"name": "get_weather", "description": "d", "parameters": SCHEMA}
 ASK = [{"role": "user", "content": "weather?"}]
 
 
+@pytest.mark.cases(ci=5)
 @pytest.mark.full
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_chat(running: LiveServer, choice: Any) -> None:

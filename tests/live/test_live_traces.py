@@ -229,6 +229,7 @@ class Caller:
         self.socket.sendall(head.encode() + content)
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_status_499(stream: bool, traced: LiveServer, collector: OtlpCollector) -> None:
     traced.reins.hold()

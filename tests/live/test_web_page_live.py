@@ -312,6 +312,7 @@ def test_the_list_of_routes_loads_nothing(visit: Visits, decoder: LiveServer) ->
     assert findings(page) == []
 
 
+@pytest.mark.cases(ci=6)
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1280, 1920])
 def test_axe_finds_nothing_and_nothing_runs_over(visit: Visits, decoder: LiveServer, width: int, theme: str) -> None:

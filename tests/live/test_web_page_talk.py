@@ -46,6 +46,7 @@ def actions_of(page: Any, title: str) -> Any:
 # ---- the first sight -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(ci=1)
 @pytest.mark.parametrize(("viewport", "most"), [(WIDE, 60), (PHONE, 60)], ids=["wide", "phone"])
 def test_controls_leave_the_height_to_the_conversation(
     visit: Visits, decoder: LiveServer, viewport: dict[str, int], most: int
@@ -141,6 +142,7 @@ def test_a_column_whose_settings_are_no_json_does_not_lose_the_message(visit: Vi
     assert page.locator(".message").input_value() == "Hello."
 
 
+@pytest.mark.cases(ci=1)
 @pytest.mark.parametrize(
     ("end", "said"),
     [
@@ -380,6 +382,7 @@ def test_a_browser_without_a_database_keeps_them_in_the_tab(visit: Visits, decod
 # ---- copies and files ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(ci=1)
 @pytest.mark.parametrize("host", ["127.0.0.1", INSECURE_HOST])
 def test_copies_are_made_at_every_address(visit: Visits, decoder: LiveServer, host: str) -> None:
     page = visit(decoder, host=host)
@@ -421,6 +424,7 @@ def test_a_text_file_goes_with_a_message(visit: Visits, decoder: LiveServer, tmp
     assert page.locator(".chip").count() == 0
 
 
+@pytest.mark.cases(ci=1)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

@@ -49,6 +49,8 @@ static const struct {
     {"rows of latent attention, bit for bit", latent_rows, OP_LATENT},
     {"rows that short convolutions cache", convolved, OP_CONVOLVED_ROWS},
     {"short convolutions over a cache", convolutions, OP_CONVOLVE},
+    {"recurrences, in chunks and by token", recurrences, OP_RECUR},
+    {"what a recurrence reads", recurrent_inputs, OP_RECUR_INPUTS},
     {"streams before and after a layer", altered_streams, OP_ALTUP},
     {"rows with the magnitude of others", matched_rows, OP_MATCH},
     {"scales of weights in four bits", int4_scales, OP_INT4_SCALES},

@@ -59,6 +59,7 @@ def logits(model: Decoder, slots: AdapterSlots, slot: int | None) -> Tensor:
     return found.float()
 
 
+@pytest.mark.cases(test=4)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_logits_equal_those_of_merged_weights(architecture: str, use_rslora: bool, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def model(folder: Path) -> torch.nn.Module:
     return load(write_checkpoint(folder / "served", seed=11), max_model_len=MAX_LEN)
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("lookup", [False, True])
 @pytest.mark.parametrize("capacity", [0, 200])
 def test_the_served_model_itself_drafts_right_and_a_stranger_wrong(
@@ -99,6 +100,7 @@ def test_little_memory_for_drafts_is_kept_to(model: torch.nn.Module) -> None:
     assert tokens_of(Engine(model, torch.float32).generate(REQUESTS, drafting(model, capacity=150))) == plain
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_drafts_that_are_partly_replaced_change_nothing(model: torch.nn.Module, seed: int) -> None:
     """The draft model's keys and values follow the tokens that were chosen for it, right or wrong."""

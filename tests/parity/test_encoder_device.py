@@ -68,6 +68,7 @@ def runners(model: Encoder, room: int = ROOM) -> tuple[EncoderRunner, DeviceEnco
     return EncoderRunner(model, room), eager, recorded
 
 
+@pytest.mark.cases(test=5)
 @pytest.mark.parametrize("name", CASES)
 def test_every_family_says_what_it_says_on_a_processor(name: str, tmp_path: Path) -> None:
     architecture, overrides = CASES[name]
@@ -83,6 +84,7 @@ def test_every_family_says_what_it_says_on_a_processor(name: str, tmp_path: Path
     assert (eager.replay.num_runs, recorded.replay.num_runs) == (0, 1)
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize(
     "architecture", [f"Bert{SUFFIX}", "ModernBertModel", "MPNetModel", "Qwen3Model", "Gemma3TextModel"]
 )
@@ -170,6 +172,7 @@ def test_a_batch_is_launched_while_another_is_not_yet_waited_for(tmp_path: Path)
 KINDS = ("several-modes", "dense", "eurobert-all-tokens-say", "modernbert-first-token", "MPNetModel", "NomicBertModel")
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize("name", [*KINDS, "Qwen3Model", "Gemma3TextModel", f"Bert{SUFFIX}"])
 def test_nothing_of_a_batch_is_on_the_host_and_nothing_waits(name: str, tmp_path: Path) -> None:
     """By tensors of a GPU that is not here: they have a device and no values."""

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.cases(test=5)
 @pytest.mark.parametrize("name", CASES)
 def test_hidden_states_and_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     architecture, overrides, lengths = CASES[name]
@@ -92,6 +93,7 @@ def test_what_one_token_says_needs_no_others_behind_the_last_attention(tmp_path:
 CLOSE = {"bfloat16": 0.9995, "int8": 0.995}
 
 
+@pytest.mark.cases(test=11)
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rounded_vectors_are_close(tmp_path: Path, name: str, dtype: str) -> None:

@@ -58,11 +58,15 @@ class Bench:
         return logits
 
     def run(
-        self, *spans: ScheduledSpan, copies: tuple[KvCopy, ...] = (), released: tuple[tuple[int, int, int], ...] = ()
+        self,
+        *spans: ScheduledSpan,
+        copies: tuple[KvCopy, ...] = (),
+        released: tuple[tuple[int, int, int], ...] = (),
+        states: tuple[tuple[int, int], ...] = (),
     ) -> Tensor:
         """Logits of the spans that sample."""
         self.calibration_file.logits.clear()
-        self.runner.run(Batch(spans, copies, released))
+        self.runner.run(Batch(spans, copies, released, state_copies=states))
         return self.calibration_file.logits[0] if self.calibration_file.logits else torch.empty(0, 320)
 
 
@@ -87,6 +91,7 @@ def test_a_ragged_batch_equals_batches_of_one(bench: Bench) -> None:
     close(logits, torch.stack([bench.plain(prompt)[-1] for prompt in bench.prompts]))
 
 
+@pytest.mark.cases(test=7)
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_a_chunked_prefill_equals_a_whole_one(bench: Bench, chunk: int) -> None:
     """Two prompts in chunks side by side, in slots that are not neighbours."""
@@ -98,6 +103,7 @@ def test_a_chunked_prefill_equals_a_whole_one(bench: Bench, chunk: int) -> None:
         close(logits, torch.stack([bench.plain(prompt)[-1] for prompt in ending]) if ending else torch.empty(0, 320))
 
 
+@pytest.mark.cases(test=7)
 def test_decoding_beside_a_prefill_equals_the_whole_text(bench: Bench) -> None:
     """Every step: one decode token each for two sequences, and the next chunk of a third."""
     first, second, third = bench.prompts[4], bench.prompts[0], bench.prompts[2]
@@ -113,14 +119,16 @@ def test_decoding_beside_a_prefill_equals_the_whole_text(bench: Bench) -> None:
         close(logits[:2], torch.stack([logits[end - 1] for logits, end in zip(expected, ends, strict=True)]))
 
 
+@pytest.mark.cases(test=8)
 @pytest.mark.parametrize("shared", [1, 6, 30])
 def test_a_shared_prefix_equals_an_unshared_one(bench: Bench, shared: int) -> None:
     """Two tails lean on the first tokens of another slot: prefilled in a chunk and token by token, both beside the owner's decode."""
-    if bench.model.config.state_sizes:
-        pytest.skip("a recurrent state has no prefix")
     owner = bench.prompts[4]
     tails = [owner[:shared] + bench.prompts[0], owner[:shared] + bench.prompts[2]]
-    bench.run(part(owner[:50], 0, 50, 3))
+    bench.run(part(owner[:50], 0, shared, 3))
+    if bench.model.config.state_sizes:
+        bench.run(states=((3, 6), (3, 7)))
+    bench.run(part(owner[:50], shared, 50, 3))
     whole, stepwise = (bench.plain(tail) for tail in tails)
     for end in range(shared + 1, len(tails[1]) + 1):
         logits = bench.run(
@@ -139,12 +147,15 @@ def test_a_fork_goes_on_from_its_copy_and_the_source_may_be_released(bench: Benc
     bench.run(part(prompt, 0, len(prompt), 0))
     parent = prompt + tail[:8]
     if bench.model.config.state_sizes:  # the parent is itself a fork, and its child too
-        bench.run(copies=(KvCopy(0, 1, len(prompt), len(prompt)),))
+        bench.run(states=((0, 1),))
     bench.run(part(parent, len(prompt), len(parent), 1, (0, len(prompt))))
     child = parent + tail[8:10]
     fork = KvCopy(1, 2, len(prompt), len(parent))
     logits = bench.run(
-        part(child, len(parent), len(child), 2, (0, len(prompt))), copies=(fork,), released=((1, 0, MAX_LEN),)
+        part(child, len(parent), len(child), 2, (0, len(prompt))),
+        copies=(fork,),
+        released=((1, 0, MAX_LEN),),
+        states=((1, 2),) if bench.model.config.state_sizes else (),
     )
     close(logits[0], bench.plain(child)[-1])
 

@@ -91,6 +91,7 @@ def of(said: Said, requests: list[Generate]) -> Said:
     return {key: tokens for key, tokens in said.items() if key[0] in names}
 
 
+@pytest.mark.cases(test=2, ci=7)
 def test_together_they_say_what_a_processor_says_of_each_alone(pair: Pair) -> None:
     served = DeviceServed(pair.model).add(*SOME).finish()
     assert served.said == pair.runs_alone

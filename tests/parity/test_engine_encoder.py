@@ -145,6 +145,7 @@ def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_pat
         }
 
 
+@pytest.mark.cases(test=4)
 @pytest.mark.parametrize("architecture", RECORDABLE)
 @pytest.mark.parametrize("precision", ["int8", "bfloat16", "float32"])
 @pytest.mark.parametrize("threads", [2, 3])

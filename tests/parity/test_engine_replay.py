@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from app.backends.cpu import CpuBackend
+from app.engine.decoder.build import state_checkpoints
 from app.engine.decoder.cpu_runner import RECORD_AFTER_STEPS, CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_shape_of
@@ -67,7 +68,7 @@ def served(
     runner = CpuDecoderRunner(replay, cache, backend, Sampler(config.vocab_size))
     engine = DecoderEngine(
         Scheduler(
-            KvSlots(SLOTS, SLOTS * MAX_LEN, has_states=bool(config.state_sizes)),
+            KvSlots(SLOTS, SLOTS * MAX_LEN, checkpoints=state_checkpoints(cache)),
             PrefillBudget(24),
             EngineLimits(MAX_LEN, SLOTS // 2, 24),
             {1},
@@ -97,6 +98,7 @@ def served(
     return said, replay
 
 
+@pytest.mark.cases(test=2, ci=10)
 @pytest.mark.parametrize(
     ("architecture", "precision"),
     [
@@ -121,6 +123,7 @@ def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_pat
         assert replayed == eager
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("architecture", PICKING)
 def test_keys_and_values_in_int8_are_read_again_too(architecture: str, tmp_path: Path) -> None:
     model = load(write_checkpoint(tmp_path, architecture, seed=11), "int4", max_model_len=MAX_LEN)
@@ -131,6 +134,7 @@ def test_keys_and_values_in_int8_are_read_again_too(architecture: str, tmp_path:
     assert eager != served(model, False)[0]  # bf16 says other words here and there
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tables_as_they_are_stored_are_read_the_same(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -142,6 +146,7 @@ def test_tables_as_they_are_stored_are_read_the_same(architecture: str, dtype: t
     assert replayed == eager
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
 def test_every_step_is_native_once_its_shape_was_seen(level: str, precision: str, tmp_path: Path) -> None:

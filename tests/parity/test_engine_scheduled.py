@@ -16,7 +16,7 @@ from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.decoder.kv_cache import KvCache, kv_shape_of
 from app.engine.sampling.sampler import Sampler
-from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.kv_allocator import KvSlots, StateCheckpoints
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.messages import Abort, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
@@ -31,11 +31,23 @@ Said = dict[tuple[str, int], list[int]]
 class Served:
     """One model's engine over fresh KV memory, and what its clients were told."""
 
-    def __init__(self, model: torch.nn.Module, capacity: int = SLOTS * MAX_LEN, max_batch_tokens: int = 24) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        capacity: int = SLOTS * MAX_LEN,
+        max_batch_tokens: int = 24,
+        checkpoints: int = 40,
+        checkpoint_tokens: int = 8,
+    ) -> None:
         config: Any = model.config
-        cache = KvCache(kv_shape_of(config, SLOTS, MAX_LEN), torch.float32)
+        checkpoints = checkpoints if config.state_sizes else 0
+        cache = KvCache(kv_shape_of(config, SLOTS, MAX_LEN, checkpoints), torch.float32)
         runner = CpuDecoderRunner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
-        self.pool = KvSlots(SLOTS, capacity, has_states=bool(config.state_sizes))
+        self.pool = KvSlots(
+            SLOTS,
+            capacity,
+            checkpoints=StateCheckpoints(SLOTS, checkpoints, checkpoint_tokens) if config.state_sizes else None,
+        )
         limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)
         self.engine = DecoderEngine(Scheduler(self.pool, PrefillBudget(max_batch_tokens), limits, {EOS}), runner)
         self.said: Said = {}
@@ -111,6 +123,7 @@ def alone(model: torch.nn.Module) -> Said:
     return said
 
 
+@pytest.mark.cases(test=1)
 def test_together_they_say_what_each_says_alone(model: torch.nn.Module, alone: Said) -> None:
     served = Served(model)
     for request in REQUESTS:
@@ -121,6 +134,7 @@ def test_together_they_say_what_each_says_alone(model: torch.nn.Module, alone: S
     )
 
 
+@pytest.mark.cases(test=1)
 def test_a_prefix_hit_says_what_a_miss_says(model: torch.nn.Module, alone: Said) -> None:
     """One after the other in one engine: later ones find what earlier ones left; then all of them again, almost wholly cached."""
     served = Served(model)
@@ -128,7 +142,7 @@ def test_a_prefix_hit_says_what_a_miss_says(model: torch.nn.Module, alone: Said)
         served.add(request)
         served.finish()
     assert served.said == alone
-    least = 0 if served.pool.has_states else 2 * len(SHARED)
+    least = 2 * len(SHARED)
     assert sum(step.cached_tokens for step in served.stats) >= least
     served.said.clear()
     served.stats.clear()
@@ -138,6 +152,7 @@ def test_a_prefix_hit_says_what_a_miss_says(model: torch.nn.Module, alone: Said)
     assert sum(step.cached_tokens for step in served.stats) >= least
 
 
+@pytest.mark.cases(test=2, ci=6)
 @pytest.mark.parametrize("capacity", [110, 170, 230])
 def test_preempted_they_say_what_they_say_undisturbed(model: torch.nn.Module, alone: Said, capacity: int) -> None:
     """KV memory for about two of them: they lose it to each other and compute again."""
@@ -170,3 +185,52 @@ def test_choices_of_a_request_differ_and_the_first_is_that_of_a_single_one(model
     served = Served(model)
     served.add(request_of("one", list(REQUESTS[4].token_ids), seed=6))
     assert served.finish().said["one", 0] == several[0]
+
+
+@pytest.fixture(scope="module", params=["Qwen3_5ForCausalLM", "Mamba2ForCausalLM"])
+def recurrent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
+    directory = write_checkpoint(tmp_path_factory.mktemp("recurrent"), request.param, seed=11)
+    return load(directory, max_model_len=MAX_LEN)
+
+
+@pytest.mark.parametrize("checkpoints", [40, 3])
+def test_a_prefix_of_any_length_goes_on_from_the_last_checkpoint(recurrent: torch.nn.Module, checkpoints: int) -> None:
+    """Beside the owner, and after it; with few checkpoints most of them are dropped for others."""
+    owner, alone = prompt_of(40, 20), Served(recurrent)
+    served = Served(recurrent, checkpoints=checkpoints)
+    served.add(request_of("owner", owner, temperature=0.0, max_tokens=60))
+    for _ in range(4):
+        served.step()
+    lengths = (1, 7, 16, 17, 24, 39)
+    for shared in lengths:
+        one = request_of(f"{shared}", owner[:shared] + prompt_of(5, shared), temperature=0.0, max_tokens=4)
+        served.add(one)
+        served.step()
+        alone.add(one)
+        alone.pool.shares = False
+        alone.finish()
+    served.finish()
+    assert {key: said for key, said in served.said.items() if key[0] != "owner"} == alone.said
+    found = [served.endings[f"{shared}", 0].timings.cached_tokens for shared in lengths]
+    assert all(cached <= shared and cached % 8 == 0 for cached, shared in zip(found, lengths, strict=True))
+    assert checkpoints < 40 or found[2:] == [16, 16, 24, 32]
+    assert served.pool.checkpoints is not None and served.pool.checkpoints.num_used <= checkpoints
+
+
+def test_a_second_turn_goes_on_from_the_end_of_the_answer(recurrent: torch.nn.Module) -> None:
+    first = prompt_of(70, 30)
+    served = Served(recurrent, checkpoints=4, checkpoint_tokens=512)
+    served.add(request_of("first", first, temperature=0.0, max_tokens=10))
+    said = served.finish().said["first", 0]
+    second = request_of("second", first + said + prompt_of(6, 31), temperature=0.0, max_tokens=10)
+    again = request_of("again", first, temperature=0.0, max_tokens=10)
+    served.add(second)
+    served.finish()
+    served.add(again)
+    served.finish()
+    cold = Served(recurrent)
+    cold.add(second)
+    assert served.said["second", 0] == cold.finish().said["second", 0]
+    assert served.said["again", 0] == said
+    cached = {name: served.endings[name, 0].timings.cached_tokens for name in ("first", "second", "again")}
+    assert cached == {"first": 0, "second": len(first) + len(said) - 1, "again": len(first) - 1}

@@ -49,6 +49,10 @@ FEATURES = {
     "Gemma3nForCausalLM": "several hidden states, lowered gates, inputs for each layer, keys that layers share",
     "Gemma4ForCausalLM": "larger heads in some layers, keys that layers share, inputs for each layer, factors of layers",
     "gemma4-moe": "experts beside an MLP with norms of their own, keys that are values",
+    "AfmoeForCausalLM": "gates of attention in a product of their own",
+    "nemotron-h-moe": "one branch for each layer, experts without gates",
+    "FalconH1ForCausalLM": "attention beside a state, factors of weights",
+    "OlmoHybridForCausalLM": "norms before the branches of some layers and after others'",
     "MptForCausalLM": "ALiBi, LayerNorm without biases",
 }
 CASES = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANTS)
@@ -71,6 +75,7 @@ def written(name: str, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.cases(test=1, ci=4)
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

@@ -83,6 +83,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.cases(test=2)
 @torch.inference_mode()
 def test_logits_equal_transformers(directory: Path) -> None:
     prompt = torch.randint(4, 320, (24,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -79,6 +79,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list[int
     return write_checkpoint(tmp_path, architecture, seed=7, **values), prompt
 
 
+@pytest.mark.cases(test=6)
 @torch.inference_mode()
 def test_logits_equal_transformers(case: tuple[Path, list[int]]) -> None:
     directory, prompt = case

@@ -59,6 +59,7 @@ def held_to(kind: str, listening: Listening) -> None:
     assert kind == "CUDA" or torch.float64 not in listening.dtypes
 
 
+@pytest.mark.cases(test=1, ci=6)
 @kinds
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_a_decoders_operators_are_there(kind: str, architecture: str, tmp_path: Path) -> None:
@@ -88,6 +89,7 @@ def decode(model: Any, config: Any, backend: DeviceBackend) -> None:
             forward.sample(logits, views, SamplingMode.FILTERED)
 
 
+@pytest.mark.cases(test=3)
 @kinds
 @pytest.mark.parametrize("architecture", ENCODERS)
 def test_an_encoders_operators_are_there(kind: str, architecture: str, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def expected(name: str, inputs: dict[str, Tensor]) -> list[Tensor]:
         return _pytree.tree_leaves(model_of(name)(*inputs.values()))
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["recommender", "vision", "reader", "guarded"])
 def test_as_the_model_itself(programs: Path, name: str, precision: str) -> None:

@@ -59,6 +59,7 @@ def cached_tokens(engine: Engine) -> int:
     return sum(step.cached_tokens for step in engine.stats)
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_new_process_says_the_same_from_files(model: torch.nn.Module, dtype: torch.dtype, tmp_path: Path) -> None:
     config: Any = model.config
@@ -89,6 +90,7 @@ def test_prompts_of_adapters_are_neither_kept_nor_found(model: torch.nn.Module, 
         assert (cached_tokens(second) > 0) == (kept is asked)
 
 
+@pytest.mark.cases(test=1)
 def test_files_of_one_salt_are_found_with_that_salt_only(model: torch.nn.Module, tmp_path: Path) -> None:
     salts = [None, "a", "b"]
     requests = {salt: replace(REQUESTS[0], request_id=f"salt {salt}", cache_salt=salt) for salt in salts}
@@ -112,6 +114,7 @@ def test_files_of_one_salt_are_found_with_that_salt_only(model: torch.nn.Module,
                 assert cached_tokens(third) == 12 * BLOCK
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_same_bytes_are_found_also_where_a_prefix_was_shared(
     model: torch.nn.Module, dtype: torch.dtype, tmp_path: Path
@@ -173,6 +176,7 @@ def test_a_prompt_is_hashed_once_in_all_of_its_steps(
     assert CountedDigest.num_bytes == 4 * (128 + BLOCK), "up to the block that the last step looks for"
 
 
+@pytest.mark.cases(test=1)
 def test_names_are_held_of_some_prompts_only(
     model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +245,7 @@ def test_scores_of_a_prompt_are_computed(model: torch.nn.Module, tmp_path: Path)
     assert scored == len(LONG) - 1
 
 
+@pytest.mark.cases(test=1)
 def test_preempted_sequences_find_their_blocks_too(model: torch.nn.Module, tmp_path: Path) -> None:
     requests: list[Generate] = [request_of(str(number), prompt_of(40, number), temperature=0.0) for number in range(4)]
     plain = tokens_of(Engine(model, torch.bfloat16).generate(requests))
@@ -265,6 +270,8 @@ def test_saving_stops_at_once_and_goes_on_later(model: torch.nn.Module, tmp_path
     engine.engine.save_prefixes(lambda: False)
 
 
+@pytest.mark.cases(ci=1)
+@pytest.mark.full
 @settings(max_examples=examples(60))
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(["change", "cut", "remove", "swap"]), min_size=1, max_size=6))
 def test_damaged_files_change_no_answer(

@@ -137,6 +137,7 @@ def logits_of(directory: Path, requests: list[Generate]) -> dict[str, Tensor]:
     return {request.request_id: reference_logits(directory, list(request.token_ids)) for request in requests}
 
 
+@pytest.mark.cases(test=3)
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "Qwen3MoeForCausalLM"])
 def test_scores_equal_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, architecture, seed=21)
@@ -145,6 +146,7 @@ def test_scores_equal_those_of_transformers(architecture: str, tmp_path: Path) -
     check(heard, logits_of(directory, requests), requests)
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("off", ["", "for this test"])
 @pytest.mark.parametrize("capacity", [SLOTS * MAX_LEN, 260])
 def test_scored_and_unscored_requests_mix(llama: tuple[Path, dict[str, Tensor]], off: str, capacity: int) -> None:
@@ -220,6 +222,7 @@ def test_with_draft_tokens_and_with_determinism(llama: tuple[Path, dict[str, Ten
         assert heard.tokens == expected.tokens
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4"])
 def test_in_every_precision_scores_are_those_of_the_logits(precision: str, tmp_path: Path) -> None:
     """The logits of the same model, all at once; rounding of a step depends on its number of rows."""

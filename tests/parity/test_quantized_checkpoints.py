@@ -27,6 +27,7 @@ def logits(directory: Path, precision: str = "float32") -> torch.Tensor:
     return found.float()
 
 
+@pytest.mark.cases(test=4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     overrides = OVERRIDES.get(name, {})
@@ -35,6 +36,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(logits(directory), expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.cases(test=3)
 @pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_codes_give_the_logits_of_their_values(tmp_path: Path, name: str) -> None:
@@ -62,3 +64,33 @@ def test_latent_attention_reads_rows_in_the_order_of_the_file(tmp_path: Path, na
     sizes |= {"moe_intermediate_size": 64, "head_dim": None}
     directory, values = quantized(tmp_path, name, **sizes)
     torch.testing.assert_close(logits(directory), logits(write_values(tmp_path, values, **sizes)), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("Qwen3_5ForCausalLM", "fp8 in blocks"),
+        ("Qwen3_5ForCausalLM", "gptq"),
+        ("Qwen3_5ForCausalLM", "awq"),
+        ("Qwen3_5ForCausalLM", "mlx"),
+        ("Qwen3NextForCausalLM", "w8a16"),
+    ],
+)
+def test_layers_with_a_state_are_read_in_the_order_of_the_file(tmp_path: Path, architecture: str, name: str) -> None:
+    """Their products, the gates of attention among its queries, and fused rows of key heads, may be quantized."""
+    sizes: dict[str, Any] = {
+        "architecture": architecture,
+        "head_dim": 64,
+        "linear_num_value_heads": 8,
+        "hidden_size": 64,
+    }
+    sizes |= {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_num_key_heads": 2}
+    sizes |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "intermediate_size": 128}
+    if architecture == "Qwen3_5ForCausalLM":
+        sizes = {key: value for key, value in sizes.items() if "expert" not in key and "moe" not in key}
+    directory, values = quantized(tmp_path, name, **sizes)
+    exact = write_values(tmp_path, values, **sizes)
+    torch.testing.assert_close(logits(directory), logits(exact), atol=1e-3, rtol=1e-3)
+    if has_kernel(OpCode.LINEAR_INT) and FORMATS[name].kept:
+        expected, kept = logits(exact), logits(directory, FORMATS[name].kept)
+        assert (kept - expected).norm() < 0.05 * expected.norm()

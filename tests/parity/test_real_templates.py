@@ -232,6 +232,7 @@ def outcome(name: str, template: ChatTemplate, tokenizer: Any, title: str) -> st
     return "mended" if is_whole(text, shape) else "lost"
 
 
+@pytest.mark.cases(ci=35)
 @pytest.mark.full
 @pytest.mark.parametrize("name", real_templates() or [pytest.param("", marks=pytest.mark.skip("`make real-formats`"))])
 def test_prompts_are_whole_and_those_of_transformers(name: str, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_named_tokens_are_those_of_transformers(name: str) -> None:
     assert ours.special_tokens.keys() >= {one for one in theirs.all_special_ids if one is not None}
 
 
+@pytest.mark.cases(ci=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_long_texts_are_tokenized_in_parts_as_whole(name: str) -> None:
     for unit in ("The quick brown fox. ", "中文 ", "\n", " ", "a", "🤯 x\n\n"):
@@ -144,6 +145,7 @@ def from_gguf(name: str) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(convert_tokenizer(model).tokenizer))
 
 
+@pytest.mark.cases(ci=2)
 @pytest.mark.parametrize("name", PRE)
 def test_a_gguf_file_gives_the_ids_of_the_model(name: str) -> None:
     ours, _ = loaded(name)

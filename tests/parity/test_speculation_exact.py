@@ -154,6 +154,7 @@ def plain(model: torch.nn.Module) -> Said:
     return said
 
 
+@pytest.mark.cases(test=2, ci=8)
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.9, 1.0])
 def test_whatever_is_drafted_the_text_is_the_same(model: torch.nn.Module, plain: Said, chance: float) -> None:
     engine = Engine(model, torch.float32)
@@ -167,6 +168,7 @@ def test_whatever_is_drafted_the_text_is_the_same(model: torch.nn.Module, plain:
     assert drafted > 50 and (accepted == 0 if chance == 0.0 else accepted > 0.4 * chance * drafted)
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize("capacity", [170, 230])
 def test_preempted_too(model: torch.nn.Module, plain: Said, capacity: int) -> None:
     requests = [request for request in REQUESTS if request.request_id != "several"]
@@ -176,6 +178,7 @@ def test_preempted_too(model: torch.nn.Module, plain: Said, capacity: int) -> No
     assert sum(step.preempted for step in engine.stats) > 0 and engine.guessed[1] > 0
 
 
+@pytest.mark.cases(test=1)
 def test_a_cached_prefix_holds_nothing_that_was_drafted_wrong(model: torch.nn.Module, plain: Said) -> None:
     """Everything said is asked for again as a prompt: it lies cached, and what follows it must be what followed it."""
     engine = Engine(model, torch.float32)
@@ -197,6 +200,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(model: torch.nn.Module) ->
     assert len(without.stats) == 150 and len(with_guesses.stats) < 140
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
 @pytest.mark.parametrize(
     ("architecture", "precision"),
@@ -213,6 +217,7 @@ def test_deterministic_means_to_the_last_bit(architecture: str, precision: str, 
         assert engine.guessed[1] > 0 and engine.replay.num_replays >= 5
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
 def test_recorded_steps_with_draft_tokens_say_what_eager_ones_do(tmp_path: Path) -> None:
     """A recording is known by its rows alone: how they are shared out among sequences differs from run to run."""

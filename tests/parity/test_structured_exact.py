@@ -127,6 +127,7 @@ def _check_tokens(grammar: CompiledGrammar, token_ids: list[int]) -> None:
     assert state.finished and not state.error
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.skipif(not has_kernel(OpCode.TOP_LOGITS), reason="no native kernels here")
 @pytest.mark.parametrize("precision", ["float32", "int8", "int4"])
 def test_the_native_masked_step_equals_the_plain_one(
@@ -175,6 +176,7 @@ def _tokens(engine: Engine, requests: list[Generate]) -> dict[tuple[str, int], l
     return said
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("chance", [0.0, 0.6, 1.0])
 def test_whatever_is_drafted_the_text_is_the_same(
     checkpoint: Path, compiler: GrammarCompiler, requests: list[Generate], chance: float

@@ -46,6 +46,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize(
     "architecture", [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in CLASSES]
 )
@@ -59,6 +60,7 @@ def test_greedy_text_is_that_of_generate_alone_and_in_a_crowd(architecture: str,
     assert engine.snapshot().kv_used_tokens == 0, "nothing is kept of sequences that have ended"
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("architecture", FEW)
 def test_a_prompt_longer_than_a_step_and_a_preempted_sequence_have_the_same_text(
     architecture: str, written: Any

@@ -123,6 +123,7 @@ def orders(kinds: list[dict[str, Any]]) -> tuple[list[Generate], list[Generate]]
     return bad, [order(f"well{place}", prompt) for place, prompt in enumerate(WELL)]
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
 def test_a_token_whose_embedding_is_not_finite_ends_its_own_request(
@@ -193,6 +194,7 @@ def test_a_text_that_is_not_finite_ends_its_own_request(architecture: str, preci
 # ---- checkpoints that cannot compute -------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(test=4)
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight", "lm_head.weight"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])

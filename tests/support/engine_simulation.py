@@ -11,7 +11,7 @@ from itertools import count
 
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.scheduler.batch import Batch, Sequence
-from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.kv_allocator import KvSlots, StateCheckpoints
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import Speculation
@@ -83,9 +83,10 @@ class Simulation:
         page: int = 1,
         limits: EngineLimits | None = None,
         pace: PrefillBudget | None = None,
+        checkpoints: StateCheckpoints | None = None,
     ) -> None:
         limits = limits or EngineLimits(max_model_len=200, max_running_seqs=4, max_batch_tokens=64)
-        self.pool = KvSlots(num_slots, capacity, page)
+        self.pool = KvSlots(num_slots, capacity, page, checkpoints=checkpoints)
         self.runner = RememberingRunner(self.pool)
         self.pace = pace or experienced_pace(limits.max_batch_tokens)
         ticks = count()
@@ -211,6 +212,10 @@ def check_pool(pool: KvSlots, scheduler: Scheduler) -> None:
         if slot.prefix_slot is not None:
             assert slot.index in pool.slots[slot.prefix_slot].sharers
             assert slot.scope == pool.slots[slot.prefix_slot].scope, "somebody leans on what belongs to another"
+    if pool.checkpoints is not None:
+        rows = [row for slot in pool.slots for row in slot.checkpoints.values()]
+        assert len(rows) == len(set(rows)) == pool.checkpoints.num_used <= pool.checkpoints.num_rows
+        assert all(position <= slot.num_tokens for slot in pool.slots for position in slot.checkpoints)
     assert sizes == pool.used_tokens <= pool.capacity_tokens
     assert pool.in_use_tokens() <= pool.used_tokens
 

@@ -1,4 +1,4 @@
-"""Chooses, of a test's product of parameters, cases that together hold every pair of values."""
+"""Chooses the cases of a test that each command runs: pairs of a product's values, or some of a list of repetitions."""
 
 from __future__ import annotations
 
@@ -47,3 +47,27 @@ def mark_other_cases(items: Sequence[pytest.Item]) -> None:
 def _case(item: pytest.Function) -> Case:
     """Return the case's values by identity: all cases of a parameter share the objects of one list."""
     return {name: id(value) for name, value in item.callspec.params.items()}
+
+
+def mark_repetitions(items: Sequence[pytest.Item]) -> None:
+    """Mark the cases beyond the numbers of `@pytest.mark.cases(test=1, ci=4)` as `full`, or as `nightly`.
+
+    `make test` runs `test` of the cases and `.ci/run` `ci`, all without `ci`; the chosen ones are evenly spread.
+    """
+    repeated: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("cases") and not item.get_closest_marker("nightly"):
+            repeated[item.nodeid.partition("[")[0]].append(item)
+    for group in repeated.values():
+        numbers = group[0].get_closest_marker("cases").kwargs  # type: ignore[union-attr]
+        in_ci = _spread(group, numbers.get("ci", len(group)))
+        quick = _spread(in_ci, numbers.get("test", len(in_ci)))
+        for item in group:
+            if item not in in_ci:
+                item.add_marker(pytest.mark.nightly)
+            elif item not in quick:
+                item.add_marker(pytest.mark.full)
+
+
+def _spread(group: list[pytest.Item], number: int) -> list[pytest.Item]:
+    return group if number >= len(group) else [group[at * len(group) // number] for at in range(number)]

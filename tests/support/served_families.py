@@ -177,6 +177,19 @@ _MAMBA = {
     "mamba_d_state": 13,
     "mamba_d_conv": 3,
 }
+_FALCON_H1 = {
+    **_MAMBA,
+    "mamba_d_ssm": 64,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "mlp_multipliers": [0.8, 0.6],
+    "ssm_multipliers": [0.7, 1.1, 1.2, 0.9, 1.3],
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.8,
+}
 _NEMOTRON_H = {
     **TINY,
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
@@ -347,6 +360,14 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "ExaoneMoeForCausalLM": {**TINY, **_EXPERTS, **_WINDOW, "first_k_dense_replace": 1},
     "HunYuanMoEV1ForCausalLM": {**TINY, "num_experts": 6, "moe_topk": [3, 3, 3, 3]},
     "HYV3ForCausalLM": {**TINY, **_EXPERTS, "num_shared_experts": 2},
+    "AfmoeForCausalLM": {
+        **TINY,
+        **_EXPERTS,
+        **_WINDOW,
+        "num_shared_experts": 2,
+        "route_scale": 1.5,
+        "mup_enabled": True,
+    },
     "FlexOlmoForCausalLM": {**_NO_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 3},
     "MellumForCausalLM": {
         **TINY,
@@ -377,6 +398,9 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": {**_GRANITE_HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
     "NemotronHForCausalLM": _NEMOTRON_H,
     "Mamba2ForCausalLM": {**_MAMBA2, "use_bias": True},
+    "FalconH1ForCausalLM": _FALCON_H1,
+    # transformers stores the convolution in three equal parts, so queries, keys and values have equal sizes.
+    "OlmoHybridForCausalLM": {**_DELTA_RULE, "head_dim": 8, "linear_num_value_heads": 2, "linear_value_head_dim": 12},
     "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True, "mlp_bias": True},
     "Qwen3_5ForConditionalGeneration": {"text_config": _DELTA_RULE},
     "Qwen3_5MoeForCausalLM": {**_DELTA_RULE, **_SHARED},
@@ -440,6 +464,19 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "expert_selection_fn": "sigmoid",
             "norm_topk_prob": False,
             "rms_norm_eps": 1e-3,
+        },
+    ),
+    "nemotron-h-moe": (
+        "NemotronHForCausalLM",
+        {
+            **_NEMOTRON_H,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
         },
     ),
     "gemma4-moe": ("Gemma4ForCausalLM", _GEMMA4_MOE),
@@ -511,6 +548,10 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 0,
             "tie_word_embeddings": False,
         },
+    ),
+    "falcon-h1-norm": (
+        "FalconH1ForCausalLM",
+        {**_FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
     ),
     "granite-hybrid-dense": (
         "GraniteMoeHybridForCausalLM",

@@ -122,7 +122,7 @@ _DELTA_RULE = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
 }
-# Layers with a recurrent state, of which no prefix is reused.
+# Layers with a recurrent state.
 RECURRENT: dict[str, dict[str, Any]] = {
     "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text", **_DELTA_RULE},
     "Qwen3NextForCausalLM": {
@@ -143,6 +143,18 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "ssm_state_size": 13,
         "conv_kernel": 4,
+    },
+    "FalconH1ForCausalLM": {
+        "model_type": "falcon_h1",
+        "mamba_n_heads": 6,
+        "mamba_d_head": 10,
+        "mamba_d_ssm": 60,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 13,
+        "mamba_d_conv": 4,
+        "key_multiplier": 0.7,
+        "ssm_multipliers": [0.7, 1.1, 1.2, 0.9, 1.3],
+        "mlp_multipliers": [0.8, 0.6],
     },
     "Mamba2ForCausalLM": {
         "model_type": "mamba2",

@@ -84,6 +84,7 @@ class RememberingRunner:
     def __init__(self, pool: KvSlots, chance: float = 0.0) -> None:
         self.pool = pool
         self.memory: dict[tuple[int, int], int] = {}
+        self.states: dict[int, int] = {}
         self.broken = self.broken_late = False
         self.most_tokens: int | None = None
         self.wants_late = False
@@ -109,6 +110,8 @@ class RememberingRunner:
         self._write(batch, marks)
         for span in batch.spans:
             self._read(span, marks[id(span)])
+            if self.pool.checkpoints is not None:
+                self._advance(span, marks[id(span)])
         self._count_pages()
         picked = [
             self._pick(span.sequence, marks[id(span)][position])
@@ -151,6 +154,8 @@ class RememberingRunner:
             assert copy.source != copy.target and copy.start < copy.end
             for position in range(copy.start, copy.end):
                 self.memory[copy.target, position] = self.memory[copy.source, position]
+        for source, target in batch.state_copies:
+            self.states[target] = self.states[source]
         for slot, start, end in batch.released:
             for position in range(start, end):
                 self.memory.pop((slot, position), None)
@@ -172,6 +177,12 @@ class RememberingRunner:
             assert self.memory.get((slot, position)) == marks[position], (
                 f"slot {slot} holds something else at {position}"
             )
+
+    def _advance(self, span: ScheduledSpan, marks: list[int]) -> None:
+        """The state of a recurrent model stands for all tokens so far, and changes in place."""
+        if span.start:
+            assert self.states[span.slot] == marks[span.start - 1], f"slot {span.slot} has another state"
+        self.states[span.slot] = marks[span.end - 1]
 
     def _count_pages(self) -> None:
         page = self.pool.tokens_per_page

@@ -437,6 +437,14 @@ class ThinkingSwitch(Body):
     type: Annotated[str, Field(max_length=MAX_NAME)] | None = None
 
 
+class ReasoningOptions(Body):
+    """The `reasoning` object of the Responses API and of OpenRouter. Summaries are not made."""
+
+    effort: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    max_tokens: Int64 | None = None
+    enabled: bool | None = None
+
+
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`. Without `max_tokens`, generation may continue to the end of the context.
 
@@ -481,18 +489,38 @@ class ChatBody(GenerationBody):
     enable_thinking: bool | None = None
     thinking: bool | ThinkingSwitch | None = None
     thinking_budget: Int64 | None = None
+    thinking_token_budget: Int64 | None = None
+    reasoning: ReasoningOptions | None = None
+
+    @property
+    def thinking_limit(self) -> int | None:
+        """The most tokens of reasoning, under any of its names; None: no limit, as is -1. Raises `InvalidRequest`."""
+        nested = (self.chat_template_kwargs or {}).get("thinking_budget")
+        given = {
+            "thinking_token_budget": self.thinking_token_budget,
+            "thinking_budget": self.thinking_budget,
+            "reasoning.max_tokens": None if self.reasoning is None else self.reasoning.max_tokens,
+            "chat_template_kwargs.thinking_budget": nested if type(nested) is int else None,
+        }
+        name, limit = next(((name, value) for name, value in given.items() if value is not None), ("", -1))
+        if limit < -1:
+            raise InvalidRequest(f"{name} must be -1, which is no limit, or at least 0, not {limit}.", field=name)
+        return None if limit == -1 else limit
 
     @property
     def template_arguments(self) -> dict[str, Any]:
         """Variables of the chat template, under the names that `app/text/template_form.py` translates to the template's."""
-        effort, switch = self.reasoning_effort, self.thinking
+        reasoning = self.reasoning or ReasoningOptions()
+        effort, switch = self.reasoning_effort or reasoning.effort, self.thinking
+        if switch is None:
+            switch = reasoning.enabled
         if isinstance(switch, ThinkingSwitch):
             switch = None if switch.type is None else switch.type != "disabled"
         enabled = switch if self.enable_thinking is None else self.enable_thinking
         wanted = {
             "enable_thinking": False if effort == "none" and enabled is None else enabled,
             "reasoning_effort": None if effort == "none" else effort,
-            "thinking_budget": self.thinking_budget,
+            "thinking_budget": self.thinking_limit if self.thinking_budget is None else self.thinking_budget,
         }
         return {name: value for name, value in wanted.items() if value is not None} | (self.chat_template_kwargs or {})
 

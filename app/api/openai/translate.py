@@ -62,6 +62,7 @@ def chat_request(body: ChatBody, defaults: Defaults) -> GenerationRequest:
         separates_reasoning=True,
         cache_salt=body.cache_salt,
         pictures=pictures_of(body.messages),
+        thinking_budget=body.thinking_limit,
     )
 
 

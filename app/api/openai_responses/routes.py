@@ -23,6 +23,7 @@ from app.api.openai.schemas import (
     Message,
     MessagePart,
     NamedToolChoice,
+    ReasoningOptions,
     ResponseFormat,
     ScoredChatToken,
     ToolCallRecord,
@@ -81,6 +82,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         "logprobs": body.includes_logprobs or None,
         "top_logprobs": body.top_logprobs,
         "chat_template_kwargs": _template_arguments(body),
+        "reasoning": None if body.reasoning is None else ReasoningOptions(max_tokens=body.reasoning.max_tokens),
     }
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _response_format(body.text.format)

@@ -13,6 +13,7 @@ from app.api.openai.schemas import (
     MAX_NAME,
     MAX_TOOLS,
     MessageParts,
+    ReasoningOptions,
     RequestTool,
     ScoredChatToken,
     Strict,
@@ -196,12 +197,6 @@ class TextOptions(Body):
     """The `text` object; the verbosity is not followed."""
 
     format: TextFormat | None = None
-
-
-class ReasoningOptions(Body):
-    """The `reasoning` object. The effort reaches the chat template; summaries are not made."""
-
-    effort: str | None = None
 
 
 class ResponsesBody(SamplingFields):

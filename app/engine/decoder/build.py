@@ -19,7 +19,7 @@ from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype, kv_shape_of
 from app.engine.decoder.prompt_cache import open_prompt_cache
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence, make_sequence
-from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.kv_allocator import KvSlots, StateCheckpoints
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import MAX_DRAFT_TOKENS, Speculation, ngram_drafter
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
+_MIN_CHECKPOINT_TOKENS, _MAX_CHECKPOINT_TOKENS = 128, 512
 _WARM_UP_DECODES = 3  # decode steps of the warm-up on a GPU, one for each sampling mode
 
 
@@ -62,7 +63,12 @@ def build_decoder_engine(
     with explaining_values_not_finite(request.checkpoint):
         warm_up_decoder(runner)
     capacity = min(plan.memory.kv_cache_bytes // kv_cache.bytes_per_token, kv_cache.shape.num_slots * kv_cache.stride)
-    pool = KvSlots(kv_cache.shape.num_slots, capacity, kv_cache.tokens_per_page, has_states=bool(kv_cache.states))
+    pool = KvSlots(
+        kv_cache.shape.num_slots,
+        capacity,
+        kv_cache.tokens_per_page,
+        checkpoints=state_checkpoints(kv_cache),
+    )
     speculation = _speculation(config, plan, request.step_time_model)
     if speculation is not None and request.draft is not None:
         speculation.set_draft_model(_load_draft_model(request, request.draft))
@@ -154,11 +160,27 @@ def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> D
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:
     """Return the shape of the KV memory: two slots per running sequence, which may read a prefix from another slot.
 
-    With a recurrent state no prefix is read, and one slot is for the prompt that beams share.
+    Recurrent states that the plan has room for beyond those of the slots are checkpoints.
     """
-    running = plan.memory.max_running_seqs
-    slots = running + 1 if config.recurrent is not None else 2 * running
-    return kv_shape_of(config, slots, plan.memory.max_model_len)
+    slots, states = 2 * plan.memory.max_running_seqs, plan.memory.state_bytes // max(1, 4 * sum(config.state_sizes))
+    if config.state_sizes:  # one slot more than sequences run is for the prompt that beams share
+        slots = max(plan.memory.max_running_seqs + 1, min(slots, states * 2 // 3))
+    return kv_shape_of(config, slots, plan.memory.max_model_len, max(0, states - slots))
+
+
+def state_checkpoints(kv_cache: KvCache) -> StateCheckpoints | None:
+    """Return the checkpoints of recurrent states, None without such states.
+
+    Their interval is a power of two: at most as many tokens are computed again if a prefix ends between two of them. Beyond
+    the least one, a state takes at most four times the memory of the keys and values of as many tokens.
+    """
+    if not kv_cache.states:
+        return None
+    shape = kv_cache.shape
+    state_bytes, token_bytes = 4 * sum(shape.state_sizes), max(1, kv_cache.bytes_per_token)
+    worth = max(1, state_bytes // (4 * token_bytes))
+    interval = min(_MAX_CHECKPOINT_TOKENS, max(_MIN_CHECKPOINT_TOKENS, 2 ** (worth - 1).bit_length()))
+    return StateCheckpoints(shape.num_slots, shape.num_checkpoints, interval)
 
 
 def engine_limits(plan: ServingPlan) -> EngineLimits:

@@ -90,6 +90,7 @@ class CpuDecoderRunner(RunsAtOnce):
     def run(self, batch: Batch) -> list[SampledTokens]:
         """Compute a batch and return the samples of each row that samples, in order of spans and positions."""
         with torch.inference_mode():
+            self.kv_cache.copy_states(batch.state_copies)
             self.kv_cache.move(batch.copies, batch.released)
             rows = logit_rows_of(batch.spans)
             masks = self._masks.for_step(batch.spans, len(rows))
@@ -240,7 +241,9 @@ class StepAttention:
 
     def recur(self, layer: int, inputs: RecurrentInputs, recurrence: Recurrence) -> Tensor:
         self._recurs = True
-        return recur(inputs, recurrence, self._kv_cache.states[layer], self._states)
+        return recur(
+            inputs, recurrence, self._kv_cache.states[layer], self._states, self._max_queries_together is not None
+        )
 
     def _attend(self, query: Tensor, kv: KvRows, spec: AttentionSpec) -> Tensor:
         if spec.filters is not None:

@@ -167,7 +167,8 @@ class DecoderEngine:
         if not allocator.admit(sequence):
             return
         try:
-            batch = Batch((next_span(sequence, 1),), allocator.take_copies(), pool.take_released())
+            spans, states = (next_span(sequence, 1),), pool.take_state_copies()
+            batch = Batch(spans, allocator.take_copies(), pool.take_released(), state_copies=states)
             (sampled,) = self.runner.wait(self.runner.launch(batch))
             if not sampled.is_finite:
                 raise StepFailed("The logits of a prompt of one token are not finite.")

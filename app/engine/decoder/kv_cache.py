@@ -39,7 +39,8 @@ def kv_dtype(plan: ServingPlan) -> torch.dtype:
 class KvShape:
     """Capacity of a KV cache: `num_slots` sequences of up to `max_len` tokens each, and the shape of a token's KV.
 
-    `state_sizes`: the FP32 elements of a sequence's recurrent state, in each layer that has one.
+    `state_sizes`: the FP32 elements of a sequence's recurrent state, in each layer that has one. `num_checkpoints`: the
+    copies of such states that are kept beside those of the slots.
     """
 
     num_layers: int
@@ -48,12 +49,12 @@ class KvShape:
     num_kv_heads: int
     head_dim: int
     state_sizes: tuple[int, ...] = ()
+    num_checkpoints: int = 0
 
 
-def kv_shape_of(config: ModelConfig, num_slots: int, max_len: int) -> KvShape:
-    return KvShape(
-        config.cache_layers, num_slots, max_len, config.cache_heads, config.cache_head_dim, config.state_sizes
-    )
+def kv_shape_of(config: ModelConfig, num_slots: int, max_len: int, num_checkpoints: int = 0) -> KvShape:
+    heads, head_dim, sizes = config.cache_heads, config.cache_head_dim, config.state_sizes
+    return KvShape(config.cache_layers, num_slots, max_len, heads, head_dim, sizes, num_checkpoints)
 
 
 class KvCache:
@@ -61,7 +62,8 @@ class KvCache:
 
     The memory of a layer is `[slots, stride, token_bytes]` (`KvRows` has the row format); `stride` is `max_len` rounded
     up so that no two slots share a page. A slot also holds the recurrent states of its sequence, one after the other: the
-    state after the last computed token. At position 0 a state is zero, whatever the slot holds.
+    state after the last computed token; checkpoints follow those of the slots. At position 0 a state is zero, whatever the
+    slot holds.
     """
 
     def __init__(self, shape: KvShape, dtype: torch.dtype) -> None:
@@ -80,7 +82,7 @@ class KvCache:
             shape.num_layers, shape.num_slots * self.stride, self.token_bytes
         )
         self.layers = [view_kv_rows(layer, shape.num_kv_heads, shape.head_dim, dtype) for layer in self._rows]
-        self._states = _reserve_floats(shape.num_slots, sum(shape.state_sizes))
+        self._states = _reserve_floats(shape.num_slots + shape.num_checkpoints, sum(shape.state_sizes))
         self.states: tuple[Tensor, ...] = (
             torch.split(self._states, list(shape.state_sizes), 1) if shape.state_sizes else ()
         )
@@ -137,8 +139,11 @@ class KvCache:
         source, target = self.row(copy.source, copy.start), self.row(copy.target, copy.start)
         length = copy.end - copy.start
         self._rows.narrow(1, target, length).copy_(self._rows.narrow(1, source, length))
-        if self.states:  # only forks copy here, at the end of what their parent has computed
-            self._states[copy.target].copy_(self._states[copy.source])
+
+    def copy_states(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Do a batch's copies of recurrent states, one after the other."""
+        for source, target in copies:
+            self._states[target].copy_(self._states[source])
 
     def release(self, slot: int, start: int, end: int) -> None:
         """Give back whole pages among positions `[start, end)` of a slot; the last too if `end` is `max_len`."""

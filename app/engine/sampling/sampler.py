@@ -85,8 +85,17 @@ def _fill(rows: Words, span: ScheduledSpan, vocab_size: int) -> None:
             _clear(rows[place], sequence.stop_ids)
         if sequence.bad_word_ids:
             _clear(rows[place], _forbidden_ids(sequence, span.draft_ids[:place]))
+        if sequence.thinking is not None and sequence.thinking.is_near:
+            _force(rows[place], sequence.thinking.after(span.draft_ids[:place]).forced_id)
         if not rows[place].any():
             _allow_end(rows[place], sequence)
+
+
+def _force(row: Words, token_id: int | None) -> None:
+    """Allow this token alone, unless it is None or another rule forbids it."""
+    if token_id is not None and row[token_id >> 5] >> numpy.uint32(token_id & 31) & numpy.uint32(1):
+        row[:] = 0
+        row[token_id >> 5] = numpy.uint32(1 << (token_id & 31))
 
 
 def _forbidden_ids(sequence: Sequence, draft_ids: tuple[int, ...]) -> set[int]:

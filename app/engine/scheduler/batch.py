@@ -14,6 +14,7 @@ from typing import Protocol
 
 from msgspec import structs
 
+from app.engine.scheduler.thinking import ThinkingState
 from app.messages import (
     Event,
     FinishReason,
@@ -136,6 +137,7 @@ class Sequence:
     scoring: PromptScoring | None = None  # set if the request wants scores of its prompt
     adapter: LoadedAdapter | None = None
     cache_salt: str | None = None
+    thinking: ThinkingState | None = None  # after the tokens of `token_ids`; None: without a limit
     vectors: tuple[PromptVectors, ...] = ()  # in the order of their places in the prompt
 
     @property
@@ -167,6 +169,7 @@ class Sequence:
             or bool(self.bad_word_ids)
             or self.params.allowed_token_ids is not None
             or self.num_completion_tokens < self.params.min_tokens
+            or (self.thinking is not None and self.thinking.is_near)
         )
 
     @property
@@ -184,6 +187,8 @@ class Sequence:
         self.token_ids.append(token_id)
         if self.grammar is not None:
             self.grammar.advance(token_id)
+        if self.thinking is not None:
+            self.thinking.advance(token_id)
 
     @property
     def num_candidates(self) -> int:
@@ -212,6 +217,7 @@ def make_sequence(
         bad_word_ids=request.bad_word_ids,
         adapter=request.adapter,
         cache_salt=request.cache_salt,
+        thinking=None if request.thinking is None else ThinkingState(request.thinking),
         vectors=request.vectors,
     )
 
@@ -323,10 +329,7 @@ def scored_spans(spans: Iterable[ScheduledSpan]) -> tuple[ScoredSpan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KvCopy:
-    """Copy job for the keys and values of positions `[start, end)` between slots, before the step runs.
-
-    A recurrent state, which is that after position `end`, is copied too.
-    """
+    """Copy job for the keys and values of positions `[start, end)` between slots, before the step runs."""
 
     source: int
     target: int
@@ -339,8 +342,9 @@ class Batch:
     """The work of one step, which `schedule()` returns and the runner computes: decodes first, then prefill chunks.
 
     The order is binding: `copies` one after the other, then `released` pages are given back, since a copy may read from
-    one, then the spans. `ahead`: launched while the previous step, which has a row for each sequence, was in flight;
-    then all spans are decodes. `scored` are the parts of spans that score their prompts.
+    one, then the spans. Copies of recurrent states are done before them too, in order. `ahead`: launched while the
+    previous step, which has a row for each sequence, was in flight; then all spans are decodes. `scored` are the parts
+    of spans that score their prompts.
     """
 
     spans: tuple[ScheduledSpan, ...]
@@ -350,6 +354,7 @@ class Batch:
     preempted: int = 0  # number of sequences that lost their KV memory for this step
     ahead: bool = False
     scored: tuple[ScoredSpan, ...] = ()
+    state_copies: tuple[tuple[int, int], ...] = ()  # (source row, target row)
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ fits, and `KvAllocator` gives each sequence a slot and takes it back.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ _MIN_REUSE_RATIO = (
 )
 # Time that a step may spend on reading prefixes: while other sequences decode, and while none does.
 READ_SECONDS_BESIDE_DECODES, READ_SECONDS_ALONE = 0.03, 1.0
+# The last token of a prompt of so many is computed in a step of its own, so that a checkpoint serves the same prompt again.
+MIN_CHECKPOINT_TOKENS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +39,8 @@ class KvSlot:
     """One long region of KV memory.
 
     Positions `[0, num_tokens)` of `token_ids` are computed, in `scope`; below `prefix_tokens` they are stored in
-    `prefix_slot`. Invariant: a slot whose prefix is shared does not share a prefix itself.
+    `prefix_slot`. Invariant: a slot whose prefix is shared does not share a prefix itself. If `has_state`, the slot's own
+    recurrent state is that after `state_tokens`, and `checkpoints` has the row of the one after each position.
     """
 
     index: int
@@ -51,6 +55,20 @@ class KvSlot:
     resident: PositionRange = _EMPTY_RANGE
     used_at: int = 0
     scope: PrefixScope = _PLAIN
+    has_state: bool = False
+    state_tokens: int = 0
+    checkpoints: dict[int, int] = field(default_factory=dict)
+
+    def last_state(self, limit: int) -> int:
+        """Return the last position, at most `limit`, after which a state is kept that no step changes; 0 without one."""
+        if not self.has_state:
+            return limit
+        end = self.state_tokens if not self.running and self.state_tokens <= min(limit, self.num_tokens) else 0
+        return max(end, max((position for position in self.checkpoints if position <= limit), default=0))
+
+    def state_row(self, position: int) -> int | None:
+        """Return the row of the state after `last_state`'s position; None if there are no states."""
+        return self.checkpoints.get(position, self.index) if self.has_state else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +76,7 @@ class Placement:
     """A possible location of a sequence, whose first `cached` tokens need not be computed.
 
     Either the cached slot `reused_slot`, or a new slot that shares the prefix in `prefix_slot` and gets `copies`
-    (source, start, end).
+    (source, start, end). `state`: the row of the recurrent state after these tokens, if it has to be copied.
     """
 
     cached: int = 0
@@ -66,13 +84,68 @@ class Placement:
     prefix_slot: int | None = None
     prefix_tokens: int = 0
     copies: tuple[tuple[int, int, int], ...] = ()
+    state: int | None = None
+
+
+class StateCheckpoints:
+    """Copies of recurrent states, in rows from `first_row` on. The least recently used one is dropped for another.
+
+    They are made after every `interval` tokens, and before the last token of a prompt.
+    """
+
+    def __init__(self, first_row: int, num_rows: int, interval: int) -> None:
+        self.num_rows, self.interval = num_rows, interval
+        self._free = list(range(first_row, first_row + num_rows))
+        self._used: OrderedDict[int, tuple[KvSlot, int]] = OrderedDict()  # by row; the most recently used one is last
+        self._copies: list[tuple[int, int]] = []
+
+    @property
+    def num_used(self) -> int:
+        return len(self._used)
+
+    def next_stop(self, computed: int, prompt: int) -> int:
+        """Return the next position whose state is saved, after `computed` tokens of a sequence with such a prompt."""
+        stop = (computed // self.interval + 1) * self.interval
+        before_last = prompt - 1 if prompt >= MIN_CHECKPOINT_TOKENS else 0
+        return min(stop, before_last) if computed < before_last else stop
+
+    def save(self, slot: KvSlot) -> None:
+        """Copy the state of a running slot before the next step."""
+        position = slot.state_tokens
+        if position in slot.checkpoints:
+            return
+        if not self._free:
+            row, (other, end) = self._used.popitem(last=False)
+            del other.checkpoints[end]
+            self._free.append(row)
+        row = self._free.pop()
+        slot.checkpoints[position] = row
+        self._used[row] = (slot, position)
+        self._copies.append((slot.index, row))
+
+    def restore(self, row: int, slot: KvSlot) -> None:
+        """Copy the state of a row, or of another slot, into a slot before the next step."""
+        if row in self._used:
+            self._used.move_to_end(row)
+        self._copies.append((row, slot.index))
+
+    def drop(self, slot: KvSlot, end: int) -> None:
+        """Drop a slot's checkpoints after position `end`."""
+        for position in [one for one in slot.checkpoints if one > end]:
+            row = slot.checkpoints.pop(position)
+            del self._used[row]
+            self._free.append(row)
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        copies, self._copies = tuple(self._copies), []
+        return copies
 
 
 class KvSlots:
     """All slots and their common token budget; `num_slots` should be twice the number of running sequences.
 
-    `shares` False: nothing that a sequence computed is read by another one. `has_states`: a slot also holds the recurrent
-    state after the sequence's last computed token, and no other. So only a fork reads it, which copies the state.
+    `shares` False: nothing that a sequence computed is read by another one. With `checkpoints` a slot also holds the recurrent
+    state after the sequence's last computed token, so a prefix can only end there or at a checkpoint.
     """
 
     def __init__(
@@ -82,10 +155,10 @@ class KvSlots:
         tokens_per_page: int = 1,
         *,
         shares: bool = True,
-        has_states: bool = False,
+        checkpoints: StateCheckpoints | None = None,
     ) -> None:
-        self.shares, self.has_states = shares and not has_states, has_states
-        self.slots = [KvSlot(index) for index in range(num_slots)]
+        self.shares, self.checkpoints = shares, checkpoints
+        self.slots = [KvSlot(index, has_state=checkpoints is not None) for index in range(num_slots)]
         self.tokens_per_page = tokens_per_page
         self.capacity_tokens = capacity_tokens // tokens_per_page * tokens_per_page
         self.used_tokens = 0  # tokens of whole pages
@@ -100,7 +173,11 @@ class KvSlots:
         for source in self._sources(placement):
             self._tick(self.slots[source])
         slot.running, slot.token_ids, slot.num_tokens = True, token_ids, placement.cached
-        slot.scope = scope
+        slot.scope, slot.state_tokens = scope, placement.cached
+        if self.checkpoints is not None:
+            self.checkpoints.drop(slot, placement.cached)
+            if placement.state is not None:
+                self.checkpoints.restore(placement.state, slot)
         self._set(slot, placement.prefix_slot, placement.prefix_tokens, min(slot.reserved, placement.cached))
         reserved = self.reserve(slot.index, len(token_ids))
         assert reserved, "a placement that fits must have capacity"
@@ -126,7 +203,8 @@ class KvSlots:
         self._set(slot, slot.prefix_slot, slot.prefix_tokens, min(slot.reserved, end))
 
     def set_computed(self, index: int, num_tokens: int) -> None:
-        self.slots[index].num_tokens = num_tokens
+        slot = self.slots[index]
+        slot.num_tokens = slot.state_tokens = num_tokens
 
     def release(self, index: int, keep: int) -> None:
         """Turn the slot of a sequence that has left into a cached one of `keep` tokens, and of shared prefixes."""
@@ -135,6 +213,10 @@ class KvSlots:
         slot.token_ids = slot.token_ids[: slot.num_tokens]
         self._tick(slot)
         self._shrink(slot, max(min(keep if self.shares else 0, slot.num_tokens), self._pinned(slot)))
+
+    def take_state_copies(self) -> tuple[tuple[int, int], ...]:
+        """Return the copies of recurrent states that the next step begins with, as (source row, target row)."""
+        return () if self.checkpoints is None else self.checkpoints.take_copies()
 
     def take_released(self) -> tuple[tuple[int, int, int], ...]:
         """Return the pages no longer accounted for, once each, as (slot, first position, end position)."""
@@ -202,6 +284,8 @@ class KvSlots:
         if end <= slot.prefix_tokens or (end < MIN_SHARED_TOKENS and not slot.sharers):
             end = 0
         del slot.token_ids[end:]
+        if self.checkpoints is not None:
+            self.checkpoints.drop(slot, end)
         slot.num_tokens = min(slot.num_tokens, end)
         prefix = (slot.prefix_slot, slot.prefix_tokens) if end else (None, 0)
         self._set(slot, *prefix, slot.num_tokens)
@@ -271,35 +355,38 @@ def placements(
     best = _longest_match(slots, token_ids, len(token_ids) - 1 if maximum is None else maximum, scope)
     if best is not None and best[1] >= minimum:
         source, length = best
+        state = source.state_row(length)
         reusable = not source.running and not source.sharers and not (alone and source.prefix_slot is not None)
         if reusable and (source.num_tokens - length) * _MIN_REUSE_RATIO <= length:
-            yield _reused_placement(source, length)
-        yield copied_placement(source, length) if alone else shared_placement(source, length)
+            yield _reused_placement(source, length, state)
+        yield copied_placement(source, length, state) if alone else shared_placement(source, length, state)
         if reusable:
-            yield _reused_placement(source, length)
+            yield _reused_placement(source, length, state)
     yield Placement()
 
 
-def shared_placement(source: KvSlot, length: int) -> Placement:
+def shared_placement(source: KvSlot, length: int, state: int | None = None) -> Placement:
     """Return a placement in a new slot that shares `length` tokens of `source`, or its prefix and a copied tail."""
     if source.prefix_slot is None:
-        return Placement(length, prefix_slot=source.index, prefix_tokens=length)
+        return Placement(length, prefix_slot=source.index, prefix_tokens=length, state=state)
     shared = min(length, source.prefix_tokens)
     tail = ((source.index, shared, length),) if shared < length else ()
-    return Placement(length, prefix_slot=source.prefix_slot, prefix_tokens=shared, copies=tail)
+    return Placement(length, prefix_slot=source.prefix_slot, prefix_tokens=shared, copies=tail, state=state)
 
 
-def copied_placement(source: KvSlot, length: int) -> Placement:
+def copied_placement(source: KvSlot, length: int, state: int | None = None) -> Placement:
     shared = min(length, source.prefix_tokens)
     parts = ((source.prefix_slot, 0, shared), (source.index, shared, length))
-    return Placement(
-        length, copies=tuple((slot, start, end) for slot, start, end in parts if slot is not None and start < end)
-    )
+    copies = tuple((slot, start, end) for slot, start, end in parts if slot is not None and start < end)
+    return Placement(length, copies=copies, state=state)
 
 
-def _reused_placement(source: KvSlot, length: int) -> Placement:
+def _reused_placement(source: KvSlot, length: int, state: int | None = None) -> Placement:
     shared = min(length, source.prefix_tokens)
-    return Placement(length, reused_slot=source.index, prefix_slot=source.prefix_slot, prefix_tokens=shared)
+    state = None if source.state_tokens == length else state
+    return Placement(
+        length, reused_slot=source.index, prefix_slot=source.prefix_slot, prefix_tokens=shared, state=state
+    )
 
 
 def _longest_match(
@@ -325,6 +412,8 @@ def _longest_match(
             found[slot.index] = shared_prefix_length(
                 slot.token_ids, token_ids, slot.prefix_tokens, min(slot.num_tokens, limit)
             )
+
+    found = {index: slots[index].last_state(length) for index, length in found.items()}
 
     def worth(index: int) -> tuple[int, bool, int]:
         slot, length = slots[index], found[index]
@@ -364,12 +453,8 @@ class KvAllocator:
         """Place a child that continues its parent's computed tokens. False if there is no capacity."""
         assert parent.slot is not None, "only a running sequence has children"
         end = parent.num_computed
-        if not self._allocate(child, shared_placement(self.pool.slots[parent.slot], end)):
-            return False
-        if self.pool.has_states and not any(copy.target == child.slot for copy in self._copies):
-            assert child.slot is not None, "it has just been allocated"
-            self._copies.append(KvCopy(parent.slot, child.slot, end, end))
-        return True
+        state = None if self.pool.checkpoints is None else parent.slot
+        return self._allocate(child, shared_placement(self.pool.slots[parent.slot], end, state))
 
     def grow(self, sequence: Sequence, num_more: int = 0) -> bool:
         """Reserve capacity for all tokens and `num_more` more; False if this would require a preemption."""
@@ -383,8 +468,22 @@ class KvAllocator:
 
     def set_computed(self, sequence: Sequence, end: int) -> None:
         assert sequence.slot is not None, "a computed sequence has a slot"
+        checkpoints, is_stop = self.pool.checkpoints, end == self._next_stop(sequence)
         sequence.num_computed = end
         self.pool.set_computed(sequence.slot, end)
+        if checkpoints is not None and is_stop:
+            checkpoints.save(self.pool.slots[sequence.slot])
+
+    def until_checkpoint(self, sequence: Sequence, tokens: int) -> int:
+        """Return the tokens that a step may compute of a sequence, at most `tokens`, so that its state can be saved."""
+        stop = self._next_stop(sequence)
+        return tokens if stop is None else min(tokens, stop - sequence.num_computed)
+
+    def _next_stop(self, sequence: Sequence) -> int | None:
+        checkpoints = self.pool.checkpoints
+        if checkpoints is None or not checkpoints.num_rows:
+            return None
+        return checkpoints.next_stop(sequence.num_computed, sequence.num_prompt_tokens)
 
     def release(self, sequence: Sequence, keep: int) -> None:
         """Take the slot back. The first `keep` computed tokens stay cached."""

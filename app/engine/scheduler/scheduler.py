@@ -292,7 +292,8 @@ class Scheduler:
             )
             if self.prefix_store is not None:
                 shares, cached = self._read_prefixes(self.prefix_store, list(shares), bool(spans))
-            prefills = [next_span(sequence, tokens) for sequence, tokens in shares]
+            until_checkpoint = self._allocator.until_checkpoint
+            prefills = [next_span(sequence, until_checkpoint(sequence, tokens)) for sequence, tokens in shares]
             spans += prefills
         if not spans:
             assert not self.queues.waiting, "an idle engine admits the oldest request"
@@ -303,7 +304,8 @@ class Scheduler:
         cached += sum(self._record_first_step(span.sequence) for span in prefills)
         copies = self._allocator.take_copies()
         released, scored = self.pool.take_released(), scored_spans(prefills) if prefills else ()
-        return Batch(tuple(spans), copies, released, cached, self._num_preempted, scored=scored)
+        states = self.pool.take_state_copies()
+        return Batch(tuple(spans), copies, released, cached, self._num_preempted, scored=scored, state_copies=states)
 
     def schedule_ahead(self, batch: Batch) -> Batch | None:
         """Return the batch that follows `batch`, which is in flight: the same sequences, one position further.

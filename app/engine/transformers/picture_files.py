@@ -20,7 +20,7 @@ def read_picture(data: bytes, field: str = "inputs") -> Any:
     """Return a picture as 8-bit RGB, upright, on white where it is transparent. Raises `InvalidRequest`."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    Image.MAX_IMAGE_PIXELS = None  # type: ignore[assignment]  # it would warn; the size is checked here
+    Image.MAX_IMAGE_PIXELS = None  # it would warn; the size is checked here
     try:
         picture: Any = Image.open(io.BytesIO(data), formats=_FORMATS)
     except (UnidentifiedImageError, *_DAMAGED) as error:

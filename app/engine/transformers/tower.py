@@ -119,7 +119,7 @@ def _processor_class(directory: Path) -> Any:
     if getattr(module, "num2words", str) is None:
         module.num2words = str  # type: ignore[attr-defined]  # it writes the length of a video
 
-    def arguments(cls: Any, path: Path, processor_dict: Any = None, **options: Any) -> list[Any]:
+    def arguments(cls: Any, path: Path, /, processor_dict: Any = None, **options: Any) -> list[Any]:
         found = {
             "image_processor": transformers.AutoImageProcessor.from_pretrained(path, **options),
             "tokenizer": transformers.AutoTokenizer.from_pretrained(path, **options),

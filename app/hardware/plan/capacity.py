@@ -274,7 +274,8 @@ def _recurrent_states(
     """Return the sequences that run, the bytes of their recurrent states, and what these leave for keys and values.
 
     Raises `PlanImpossible` if they do not fit, or if the device is no processor. States take at most half of the memory,
-    unless the number of sequences was asked for. One more is held than run, for the prompt that beams share.
+    unless the number of sequences was asked for: a third those of running sequences, and the rest those of finished ones
+    and checkpoints, from which prefixes go on. One more is held than run, for the prompt that beams share.
     """
     each = demand.state_bytes
     if not each:
@@ -282,7 +283,8 @@ def _recurrent_states(
     if demand.device is not None:
         raise PlanImpossible("Layers with a recurrent state are computed on processors only (device=cpu).")
     asked = settings.max_running_seqs != "auto"
-    fits = (left.size if asked else left.size // 2) // each - 1
+    half = left.size // 2 // each
+    fits = left.size // each - 1 if asked else half // 2
     if left.size < 2 * each or (asked and fits < running.value):
         raise PlanImpossible(
             f"The recurrent state of one sequence takes {format_bytes(each)}, but only {format_bytes(left.size)} are available for"
@@ -291,10 +293,11 @@ def _recurrent_states(
     if fits < running.value:
         reason = f"Half of the memory holds the recurrent states, {format_bytes(each)} for each: {left.explanation}."
         running = Decision(max(1, fits), reason)
-    size = (running.value + 1) * each
+    size = max(running.value + 1, min(3 * running.value, half)) * each
     held = f"{format_bytes(size)} for recurrent states"
     states = Decision(
-        size, f"{format_bytes(each)} for each sequence at a time, however long, and for one shared prompt."
+        size,
+        f"{format_bytes(each)} for each sequence at a time, however long, and as much for each of {size // each - running.value} prefixes.",
     )
     return running, states, replace(left, size=left.size - size, explanation=f"{left.explanation} less {held}")
 
@@ -303,15 +306,13 @@ def _kv_cache_bytes(
     settings: Settings, demand: MemoryDemand, room: MemoryBudget, running: int, length: int
 ) -> Decision[int]:
     """Decide the size of the KV cache: at most twice what running sequences can use, for cached prefixes."""
-    useful = demand.kv_bytes(running + 1 if demand.state_bytes else 2 * running, length)
+    useful = demand.kv_bytes(2 * running, length)
     if settings.kv_cache_bytes != "auto":
         return Decision(settings.kv_cache_bytes, "Asked for.")
     if demand.needs is None:
         return Decision(room.size, f"{room.explanation}; the weights of a model will be subtracted from that.")
     if not demand.kv_bytes_per_token:
         return Decision(0, "This model keeps no keys and values.")
-    if useful <= room.size and demand.state_bytes:
-        return Decision(useful, "Every running sequence at its longest; with a recurrent state no prefix is cached.")
     if useful <= room.size:
         return Decision(useful, "Every running sequence at its longest, and the same amount again for cached prefixes.")
     return Decision(room.size, f"{room.explanation}. Pages are allocated when they are first written.")

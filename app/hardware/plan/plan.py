@@ -60,7 +60,7 @@ class StepOptions(PlanPart):
     engine_process: Decided[bool] = Decided()
 
 
-# Why nothing is reused of a recurrent model: only the last state is kept.
+# Why a recurrent model verifies no drafts and its prompts are not kept in files.
 _NO_WAY_BACK = "A recurrent state cannot go back to an earlier position"
 
 

@@ -53,7 +53,11 @@ SLOW_TOKENS_PER_SECOND = 50.0
 MIN_INT4_GAIN = 1.3  # least speedup at one sequence; 4 bits cost about ten times as much quality as 8
 MIN_INT4_MEAN_GAIN = 1.1  # least geometric mean of the speedups at one sequence and at eight
 
-
+# What is never rounded of a layer with a recurrent state. Mamba-2 computes its steps in the product of all its inputs.
+_STATE_WEIGHTS = (
+    "Of layers with a recurrent state, what sets how fast it decays (rates, steps, and the delta rule's products of both "
+    "and of betas), convolutions and norms stay exact, since an error there is multiplied at each token."
+)
 _WIDENED = (
     "this processor has no BF16 products, so weights are widened while they are read: half the bytes of FP32, and at one "
     "sequence nearly twice its speed"
@@ -435,7 +439,9 @@ def _decode_rates(timing: TrialTiming) -> str:
     )
 
 
-def decide_kept_layers(settings: Settings, chosen: str, kind: str) -> Decision[tuple[tuple[str, str], ...]]:
+def decide_kept_layers(
+    settings: Settings, chosen: str, kind: str, has_state: bool = False
+) -> Decision[tuple[tuple[str, str], ...]]:
     """Decide which layers have another precision. Raises `PlanImpossible` if the rest is not quantized by us."""
     kept = parse_kept_layers(settings.keep_layers)
     if kept and (chosen not in QUANTIZED_PRECISIONS or kind != "cpu"):
@@ -443,7 +449,10 @@ def decide_kept_layers(settings: Settings, chosen: str, kind: str) -> Decision[t
             f"keep_layers is {settings.keep_layers}, but the weights are in {chosen} on {kind}: it needs "
             f"precision {', '.join(QUANTIZED_PRECISIONS)} on a processor."
         )
-    return Decision(kept, "Asked for." if kept else "No layers were named.")
+    reason = "Asked for." if kept else "No layers were named."
+    if has_state and chosen in QUANTIZED_PRECISIONS:
+        reason += f" {_STATE_WEIGHTS}"
+    return Decision(kept, reason)
 
 
 def choose_vector_precision(

@@ -104,7 +104,9 @@ def decide_weights_and_kv(
         engine=decide_engine(settings, candidates.needs),
         precision=chosen,
         dtype=dtype,
-        keep_layers=precision.decide_kept_layers(settings, chosen.value, kind),
+        keep_layers=precision.decide_kept_layers(
+            settings, chosen.value, kind, has_state=candidates.needs is not None and candidates.needs.state_bytes > 0
+        ),
         int8_copy=copy,
         most_few_rows=decide_most_few_rows(measurements, copy.value),
         pack_folder=decide_pack_folder(settings, chosen.value, kind),

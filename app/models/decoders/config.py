@@ -27,6 +27,7 @@ from app.models.decoders.layer_config import (
     Placement,
     QkvLayout,
     RecurrentConfig,
+    RowFactors,
 )
 from app.models.decoders.rope import RopeConfig, parse_rope
 
@@ -69,8 +70,10 @@ class ModelConfig:
     the same window. `full_heads`: layers with full attention have other heads of keys and values. `layer_factors`: the
     result of a layer is multiplied by a stored number. `recurrent`: some layers have a recurrent state in place of
     attention. `has_output_gate`: the result of attention is multiplied by the sigmoid of gates, which the product of
-    queries computes too. `mixers`: the layers with attention or a state, in a model whose layers have one branch; the inner
-    size of the others is in `inner_sizes`.
+    queries computes too, or if `gates_apart` a product of their own. `mixers`: the layers with attention or a state, in a
+    model whose layers have one branch; the inner size of the others is in `inner_sizes`. `weight_factors`: the factors by
+    which rows of stored weights are multiplied, by the end of our name. `state_placement`: the placement of layers with a
+    state; None: that of all others.
     """
 
     architecture: str
@@ -121,7 +124,10 @@ class ModelConfig:
     layer_factors: bool = False
     recurrent: RecurrentConfig | None = None
     has_output_gate: bool = False
+    gates_apart: bool = False
     mixers: tuple[bool, ...] = ()
+    weight_factors: tuple[tuple[str, RowFactors], ...] = ()
+    state_placement: Placement | None = None
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -160,7 +166,7 @@ class ModelConfig:
         return max(1, sum(map(self.writes_cache, range(self.num_layers))))
 
     def writes_cache(self, layer: int) -> bool:
-        attends = self.has_mixer(layer) and not self.has_state(layer)
+        attends = self.has_mixer(layer) and (not self.has_state(layer) or self.attends_beside)
         return attends and layer < self.num_layers - self.shared_kv_layers
 
     def cache_layer(self, layer: int) -> int:
@@ -169,11 +175,19 @@ class ModelConfig:
         source = layer if layer in own else max(one for one in own if self.windows[one] == self.windows[layer])
         return own.index(source)
 
+    def placement_of(self, layer: int) -> Placement:
+        return self.state_placement if self.state_placement and self.has_state(layer) else self.placement
+
     def has_mixer(self, layer: int) -> bool:
         return not self.mixers or self.mixers[layer]
 
     def has_state(self, layer: int) -> bool:
         return self.recurrent is not None and self.recurrent.layers[layer]
+
+    @property
+    def attends_beside(self) -> bool:
+        """Whether layers with a state have attention too."""
+        return self.recurrent is not None and self.recurrent.beside
 
     @property
     def state_sizes(self) -> tuple[int, ...]:

@@ -389,6 +389,51 @@ def hy_v3(config: ConfigReader, fields: Fields) -> Fields:
     return checked_experts(config, experts)
 
 
+def afmoe_slides(config: ConfigReader, layer: int) -> bool:
+    return (layer + 1) % config.integer("global_attn_every_n_layers", 4) != 0
+
+
+def afmoe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of AFMoE, and which layers have rotary embeddings: those with a window."""
+    refuse(config, "attention_bias", False, "biases of queries beside gates that have none")
+    size, dense = config.integer("moe_intermediate_size", 1408), config.integer("num_dense_layers", 1, at_least=0)
+    routing = Routing(
+        config.integer("num_experts", 64),
+        config.integer("num_experts_per_tok", 6),
+        "sigmoid",
+        scale=config.number("route_scale", 1.0),
+        epsilon=1e-20,
+    )
+    experts = ExpertsConfig(
+        routing,
+        size,
+        tuple(layer >= dense for layer in range(fields["num_layers"])),
+        shared_size=size * config.integer("num_shared_experts", 2, at_least=0),
+        selection_bias=True,
+    )
+    return {
+        **checked_experts(config, experts),
+        "has_output_gate": True,
+        "gates_apart": True,
+        "embedding_scale": fields["hidden_size"] ** 0.5 if config.boolean("mup_enabled", False) else 1.0,
+        "ropes": without_rope(fields["ropes"], [window is not None for window in fields["windows"]]),
+    }
+
+
+def nemotron_h(config: ConfigReader, fields: Fields, layers: tuple[bool, ...]) -> Fields:
+    """Read the experts without gates of Nemotron 3, which are in these layers."""
+    refuse(config, "moe_latent_size", None, "experts that read a shorter row")
+    size = config.integer("moe_intermediate_size", 7688)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 8, 2, 1.0),
+        size,
+        layers,
+        shared_size=config.integer("moe_shared_expert_intermediate_size", 7688),
+        selection_bias=True,
+    )
+    return checked_experts(config, experts)
+
+
 def flex_olmo(config: ConfigReader, fields: Fields) -> Fields:
     routing = _routing(config, "num_experts", 7, 5)
     return checked_experts(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))

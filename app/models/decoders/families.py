@@ -521,7 +521,7 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {**_PLAIN_FAMILIES, **_readers_o
 
 # What is not offered -> the starts of the class names that need it.
 UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "state-space layers, whose state is not a KV cache": (*("Mamba", "FalconMamba", "FalconH1", "Jamba", "Zamba"),),
+    "state-space layers, whose state is not a KV cache": (*("Mamba", "FalconMamba", "Jamba", "Zamba"),),
     "recurrent layers with a state, such as linear attention": (
         *(
             "Rwkv",
@@ -530,7 +530,6 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
             "MiniMaxText",
             "MiniMaxM1",
             "KimiLinear",
-            "OlmoHybrid",
             "xLSTM",
         ),
     ),

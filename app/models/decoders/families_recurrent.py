@@ -163,6 +163,83 @@ def granite_hybrid(config: ConfigReader, fields: Fields) -> Fields:
     return {**found, **expert_values.checked_experts(config, experts)}
 
 
+def olmo_hybrid(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the delta rule of OLMo Hybrid, whose betas may reach 2, and whose norms are before the branches of its layers."""
+    count, heads = fields["num_layers"], fields["num_heads"]
+    default = ["linear_attention"] * count
+    default[-1:] = ["full_attention"]
+    default[_INTERVAL - 1 :: _INTERVAL] = ["full_attention"] * (count // _INTERVAL)
+    if count >= _INTERVAL and count % _INTERVAL:
+        default[-1] = "linear_attention"
+    values.refuse(config, "hidden_act", "silu", "another activation of its convolutions than silu")
+    key_heads = config.integer("linear_num_key_heads", heads)
+    key_size = config.integer("linear_key_head_dim", max(1, int(0.75 * fields["hidden_size"] / key_heads)))
+    sizes = RecurrentSizes(
+        config.integer("linear_num_value_heads", heads),
+        key_heads,
+        key_size,
+        config.integer("linear_value_head_dim", 2 * key_size),
+        config.integer("linear_conv_kernel_dim", 4),
+        has_delta=True,
+    )
+    words = _layers_with_state(config, fields) if config.has("layer_types") else tuple(_WORDS[one] for one in default)
+    recurrent = RecurrentConfig(
+        sizes,
+        words,
+        norm_size=sizes.value_size,
+        norm_weights=sizes.value_size,
+        norm_eps=1e-5,
+        beta_scale=2.0 if config.boolean("linear_allow_neg_eigval", True) else 1.0,
+        is_apart=True,
+    )
+    rope = config.values.get("rope_parameters")
+    rotates = not isinstance(rope, Mapping) or rope.get("rope_theta") is not None
+    ropes = fields["ropes"] if rotates else (None,) * count
+    return {**_recurrent(config, recurrent), "ropes": ropes, "state_placement": "pre"}
+
+
+def falcon_h1(config: ConfigReader, fields: Fields) -> Fields:
+    """Read layers with Mamba-2 beside attention. The factors of their parts become factors of weights."""
+    for name in ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"):
+        values.refuse(config, name, False, "biases beside the factors of the weights")
+    count, hidden, size = fields["num_layers"], fields["hidden_size"], fields["head_dim"]
+    found = mamba(config, fields, (True,) * count)
+    sizes: RecurrentSizes = found["recurrent"].sizes
+    if config.has("mamba_d_ssm") and config.integer("mamba_d_ssm") != sizes.values:
+        raise CheckpointInvalid(
+            f"{config.where}: mamba_d_ssm must be {sizes.values}, the size of all heads of Mamba-2."
+        )
+    gates_first = not config.boolean("mamba_norm_before_gate", True)
+    norm: Fields = {"gates_first": gates_first}
+    if not config.boolean("mamba_rms_norm", False):
+        norm = {"norm_size": 0, "norm_weights": 0}
+    found["recurrent"] = replace(found["recurrent"], beside=True, **norm)
+    attends, enters = (config.number(f"attention_{way}_multiplier", 1.0) for way in ("in", "out"))
+    gates, downs = config.numbers("mlp_multipliers", 2) if config.has("mlp_multipliers") else (1.0, 1.0)
+    parts = config.numbers("ssm_multipliers", 5) if config.has("ssm_multipliers") else (1.0,) * 5
+    first = config.number("ssm_in_multiplier", 1.0)
+    rows = (sizes.values, sizes.values, sizes.keys, sizes.keys, sizes.heads)
+    keys = size * fields["num_kv_heads"]
+    factors = {
+        "self_attn.q_proj": ((size * fields["num_heads"], attends),),
+        "self_attn.k_proj": ((keys, attends * config.number("key_multiplier", 1.0)),),
+        "self_attn.v_proj": ((keys, attends),),
+        "self_attn.o_proj": ((hidden, enters),),
+        "mamba.in_proj": tuple((each, first * part) for each, part in zip(rows, parts, strict=True)),
+        "mamba.out_proj": ((hidden, config.number("ssm_out_multiplier", 1.0)),),
+        "mlp.gate_proj": ((fields["intermediate_size"], gates),),
+        "mlp.down_proj": ((hidden, downs),),
+    }
+    return {
+        **found,
+        "embedding_scale": config.number("embedding_multiplier", 1.0),
+        "logit_scale": config.number("lm_head_multiplier", 1.0),
+        "weight_factors": tuple(
+            (f".{name}.weight", own) for name, own in factors.items() if any(factor != 1.0 for _, factor in own)
+        ),
+    }
+
+
 def mamba2(config: ConfigReader, fields: Fields) -> Fields:
     """Read a model without attention, which has no positions and no longest context. A token takes a few bytes all the same."""
     count = fields["num_layers"]
@@ -187,13 +264,9 @@ def _branches(count: int, mixers: tuple[bool, ...], inner: int) -> Fields:
 
 
 def nemotron_h(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the kind of each layer: Mamba-2, attention or an MLP."""
+    """Read the kind of each layer: Mamba-2, attention, an MLP or experts."""
     words = layer_words(config)
-    if "moe" in words:
-        raise CheckpointInvalid(f"{config.where}: experts without gates are not offered.")
-    for name in _OF_EXPERTS:
-        config.values.get(name)  # without experts they say nothing
-    known = {*_WORDS, "mlp"}
+    known = {*_WORDS, "mlp", "moe"}
     if not known.issuperset(words):
         raise CheckpointInvalid(f"{config.where}: layers of the kinds {sorted({*words} - known)} are not known.")
     values.refuse(config, "mamba_hidden_act", "silu", "another activation of its convolutions than silu")
@@ -201,7 +274,11 @@ def nemotron_h(config: ConfigReader, fields: Fields) -> Fields:
     least = config.number("time_step_min", 0.001)
     if "recurrent" in found:
         found["recurrent"] = replace(found["recurrent"], step_limits=(least, math.inf))
-    mixers = tuple(word != "mlp" for word in words)
+    for name in _OF_EXPERTS:
+        config.values.get(name)  # without experts they say nothing
+    if "moe" in words:
+        found |= expert_values.nemotron_h(config, fields, tuple(word == "moe" for word in words))
+    mixers = tuple(word in _WORDS for word in words)
     return {**found, **_branches(len(words), mixers, fields["intermediate_size"])}
 
 
@@ -267,8 +344,9 @@ RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
     ),
     "NemotronHForCausalLM": DecoderFamily(
         model_type="nemotron_h",
-        title="Nemotron-H and Nemotron Nano 2 (without experts)",
+        title="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
         aliases={
+            "n_routed_experts": "num_local_experts",
             "mamba_n_heads": "mamba_num_heads",
             "mamba_d_head": "mamba_head_dim",
             "mamba_n_groups": "n_groups",
@@ -291,6 +369,7 @@ RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
             **{f".mixer.{part}": f".mamba.{part}" for part in _MAMBA_PARTS},
             **{f".mixer.{part}_proj.": f".self_attn.{part}_proj." for part in "qkvo"},
             ".mixer.": ".mlp.",
+            ".mlp.shared_experts.": ".mlp.shared_expert.",
         },
         names=_BACKBONE_NAMES,
         ignored=("mtp.",),
@@ -319,6 +398,31 @@ RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
         parts={".mixer.": ".mamba."},
         names=_BACKBONE_NAMES,
         is_hybrid=True,
+    ),
+    "OlmoHybridForCausalLM": DecoderFamily(
+        model_type="olmo_hybrid",
+        title="OLMo Hybrid",
+        head_norm=HeadNormConfig(scope="together"),
+        fields={"placement": "post"},
+        read=olmo_hybrid,
+        parts={
+            **{f".linear_attn.{part}_proj.": f".linear_attn.in_proj_{part}." for part in "qkvab"},
+            ".linear_attn.g_proj.": ".linear_attn.in_proj_z.",
+            ".linear_attn.o_proj.": ".linear_attn.out_proj.",
+            ".linear_attn.o_norm.": ".linear_attn.norm.",
+            ".attention_layer_norm.": ".input_layernorm.",
+            ".feedforward_layer_norm.": ".post_attention_layernorm.",
+        },
+        is_hybrid=True,
+    ),
+    "FalconH1ForCausalLM": DecoderFamily(
+        model_type="falcon_h1",
+        title="Falcon-H1",
+        eps=1e-5,
+        read=falcon_h1,
+        parts={".feed_forward.": ".mlp.", ".pre_ff_layernorm.": ".post_attention_layernorm."},
+        names={"model.final_layernorm": "model.norm"},
+        computed=(".mup_vector", ".rotary_emb.inv_freq"),
     ),
     "BambaForCausalLM": DecoderFamily(
         model_type="bamba",

@@ -26,6 +26,9 @@ Placement = Literal["pre", "post", "sandwich", "parallel", "single"]
 # - quarters: for each quarter of the heads its queries, its values and its keys
 QkvLayout = Literal["stacked", "grouped", "quarters"]
 
+# The factors of successive rows of a weight: how many rows, and their factor.
+RowFactors = tuple[tuple[int, float], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
@@ -95,7 +98,9 @@ class RecurrentConfig:
 
     `is_fused`: the products of the delta rule are two tensors, in which the rows of a key head follow each other. The
     result has an RMSNorm of each `norm_size` elements with `norm_weights` weights, before or, if `gates_first`, after it is
-    multiplied by silu(gates). `step_limits`: the least and the most step.
+    multiplied by silu(gates); with a `norm_size` of 0 it has none. `step_limits`: the least and the most step. `beside`:
+    these layers have attention too, and both results are added. `beta_scale`: what the sigmoid of the delta rule's betas is
+    multiplied by. `is_apart`: its products and convolution are a tensor for queries, keys and values each.
     """
 
     sizes: RecurrentSizes
@@ -108,6 +113,9 @@ class RecurrentConfig:
     conv_bias: bool = False
     product_bias: bool = False
     step_limits: tuple[float, float] = (0.0, math.inf)
+    beside: bool = False
+    beta_scale: float = 1.0
+    is_apart: bool = False
 
     @property
     def name(self) -> str:
@@ -132,7 +140,7 @@ class AltUpConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """A mixture of experts in place of the MLP of some layers: gated MLPs with an inner size of `size`.
+    """A mixture of experts in place of the MLP of some layers: MLPs like it with an inner size of `size`.
 
     Every token also passes a shared expert of `shared_size`, unless that is 0; with `shared_gate` its result is
     multiplied by the sigmoid of a further output of the router, else by `shared_scale`. With `selection_bias` a stored bias is added to the

@@ -19,7 +19,14 @@ from app.models.decoders.layer_config import (
     NormConfig,
     RecurrentConfig,
 )
-from app.models.decoders.shapes import APART_NORMS, Product, mixer_products, up_sources
+from app.models.decoders.shapes import (
+    APART_NORMS,
+    Product,
+    attention_products,
+    filter_kinds,
+    state_products,
+    up_sources,
+)
 from armature_kernels.attention.attention import QkvHeads, RopeAngles
 from armature_kernels.attention.context import Attend, AttendWithStates, AttentionSpec
 from armature_kernels.attention.convolution import convolved_rows
@@ -182,18 +189,16 @@ class AlibiSlopes(StoredVector):
 
 
 class Filters(nn.Module):
-    """The filters of a short convolution, FP32 [width, channels]."""
+    """The filters of a short convolution, FP32 [width, channels], of which `kinds` are stored."""
 
-    kinds = ("weight",)
-
-    def __init__(self, source: str, width: int, channels: int) -> None:
+    def __init__(self, source: str, width: int, channels: int, kinds: tuple[str, ...] = ("weight",)) -> None:
         super().__init__()
-        self.source = source
+        self.source, self.kinds = source, kinds
         self.weight = nn.Parameter(torch.empty(width, channels), requires_grad=False)
 
-    def set_weight(self, tensor: Tensor) -> None:
+    def set_weight(self, *tensors: Tensor) -> None:
         """Set the filters from the stored ones [channels, 1, width]."""
-        self.weight = nn.Parameter(tensor.float().squeeze(1).T.contiguous(), requires_grad=False)
+        self.weight = nn.Parameter(torch.cat(tensors).float().squeeze(1).T.contiguous(), requires_grad=False)
 
     def fill(self, weight: float, device: torch.device | None) -> None:
         self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
@@ -240,7 +245,7 @@ class Attention(nn.Module):
         writes = config.writes_cache(layer)
         self.num_heads, self.num_kv_heads = config.num_heads, sizes.num_kv_heads if writes else 0
         self.read_heads = 0 if writes else sizes.num_kv_heads
-        self.qkv, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
+        self.qkv, self.out = (linear_of(product, layer) for product in attention_products(config, layer))
         self.query_norm, self.key_norm = (
             None
             if config.head_norm is None or not heads
@@ -299,7 +304,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         at = f"model.layers.{layer}.self_attn"
         self.layer, self.latent, self.heads = layer, latent, latent.heads
-        linears = [linear_of(product, layer) for product in mixer_products(config, layer)]
+        linears = [linear_of(product, layer) for product in attention_products(config, layer)]
         self.first, self.others, self.out = linears[0], linears[-2], linears[-1]
         self.queries, self.query_norm, norm = None, None, NormConfig(eps=latent.eps)
         if latent.query_rank is not None:
@@ -330,7 +335,7 @@ class ShortConvolution(nn.Module):
     def __init__(self, config: ModelConfig, convolution: ConvolutionConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim, self.heads = layer, config.head_dim, config.cache_heads
-        self.first, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
+        self.first, self.out = (linear_of(product, layer) for product in attention_products(config, layer))
         self.filters = Filters(f"model.layers.{layer}.conv.conv", convolution.width, config.hidden_size)
 
     def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
@@ -355,9 +360,10 @@ class RecurrentMixer(nn.Module):
         at, sizes = f"model.layers.{layer}.{recurrent.name}", recurrent.sizes
         assert recurrent.layers[layer], "the layer has a state"
         self.layer, self.recurrent, self.sizes = sum(recurrent.layers[:layer]), recurrent, sizes
-        products = [linear_of(product, layer) for product in mixer_products(config, layer)]
+        products = [linear_of(product, layer) for product in state_products(config)]
         self.first, self.inputs, self.out = products[0], products[-2], products[-1]
-        self.filters = Filters(f"{at}.conv1d", sizes.width, sizes.channels)
+        source, kinds = filter_kinds(recurrent)
+        self.filters = Filters(f"{at}{source}", sizes.width, sizes.channels, kinds)
         self.bias = StoredVector(f"{at}.conv1d", "bias", sizes.channels) if recurrent.conv_bias else None
         self.rates, self.step_bias = Rates(at, "A_log", sizes.heads), StoredVector(at, "dt_bias", sizes.heads)
         self.skips = None if sizes.has_delta else StoredVector(at, "D", sizes.heads)
@@ -371,7 +377,14 @@ class RecurrentMixer(nn.Module):
         bias, rates, step_bias, skips = weights
         assert rates is not None and step_bias is not None, "all layers have them"
         recurrence = Recurrence(
-            self.sizes, self.filters.weight, bias, rates, step_bias, skips, self.recurrent.step_limits
+            self.sizes,
+            self.filters.weight,
+            bias,
+            rates,
+            step_bias,
+            skips,
+            self.recurrent.step_limits,
+            beta_scale=self.recurrent.beta_scale,
         )
         mixed = attend.recur(self.layer, inputs, recurrence)
         weight, recurrent = None if self.norm is None else self.norm.weight, self.recurrent
@@ -386,8 +399,7 @@ class RecurrentMixer(nn.Module):
             gates, end = product[:, :values], values + channels
             return RecurrentInputs(product[:, values:end], product[:, end : end + heads]), gates
         rows = unquantized(x)
-        scales, group = self.first.multiply_wide(rows), self.inputs.activation_group(len(rows))
-        product = self.inputs(rows if group is None else quantize(rows, group))
+        scales, product = self.first.multiply_wide(rows), self.inputs(_read_by(self.inputs, rows))
         inputs = RecurrentInputs(product[:, :channels], scales[:, heads : 2 * heads], scales[:, :heads])
         return inputs, product[:, channels : channels + values]
 
@@ -452,7 +464,7 @@ class MixtureOfExperts(nn.Module):
             else None
         )
         self.factors = StoredVector(f"{at}.gate", "per_expert_scale", routing.num_experts) if experts.apart else None
-        self.zeros = Zeros(config.hidden_size) if config.placement in ("post", "sandwich") else None
+        self.zeros = Zeros(config.hidden_size) if config.placement_of(layer) in ("post", "sandwich") else None
         # How the shared expert is weighed, unless it counts in full.
         self.shared_routing: Routing | None = None
         if experts.shared_gate:
@@ -495,8 +507,10 @@ class MixtureOfExperts(nn.Module):
     def _run(
         self, name: str, experts: Iterable[nn.Module], hidden: Tensor, rows: Tensor, ids: Tensor, weights: Tensor
     ) -> None:
-        forms = [ExpertForms(one.gate_up.form, one.down.form) for one in experts if isinstance(one, DecoderMLP)]
-        known = tuple(form for one in forms for form in one)
+        forms = [
+            ExpertForms(one.gate_up.form, one.down.form, one.is_gated) for one in experts if isinstance(one, DecoderMLP)
+        ]
+        known = tuple(form for one in forms for form in (one.gate_up, one.down))
         if name not in self._stacks or self._stacks[name][0] != known:  # forms change while weights are packed
             self._stacks[name] = (known, ExpertStack.of(forms))
         stack = self._stacks[name][1]
@@ -528,7 +542,7 @@ class ExpertsApart(nn.Module):
 def attention_of(
     config: ModelConfig, layer: int, dtype: torch.dtype
 ) -> Attention | LatentAttention | ShortConvolution | RecurrentMixer:
-    if config.recurrent is not None and config.has_state(layer):
+    if config.recurrent is not None and config.has_state(layer) and not config.attends_beside:
         return RecurrentMixer(config, config.recurrent, layer)
     if config.convolution is not None and config.has_convolution(layer):
         return ShortConvolution(config, config.convolution, layer)
@@ -552,19 +566,24 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         at, size, norm = f"model.layers.{layer}", config.hidden_size, config.norm
-        self.placement, self.dtype = config.placement, dtype
+        self.placement, self.dtype = config.placement_of(layer), dtype
         self.attention, self.mlp = attention_of(config, layer, dtype), mlp_of(config, layer)
         self.attention_norm = self.mlp_norm = self.mixed_norm = self.gated_norm = None
-        if config.placement != "post":
-            before_mlp = {"sandwich": "pre_feedforward_layernorm"}.get(config.placement, "post_attention_layernorm")
+        if self.placement != "post":
+            before_mlp = {"sandwich": "pre_feedforward_layernorm"}.get(self.placement, "post_attention_layernorm")
             before_mlp = "input_layernorm" if config.shares_norm else before_mlp
             self.attention_norm = Norm(f"{at}.input_layernorm", size, norm, dtype, self.attention.first)
             self.mlp_norm = Norm(f"{at}.{before_mlp}", size, norm, dtype, self.mlp.first)
-        if config.placement in ("post", "sandwich"):
+        if self.placement in ("post", "sandwich"):
             self.mixed_norm = Norm(f"{at}.post_attention_layernorm", size, norm)
             self.gated_norm = Norm(f"{at}.post_feedforward_layernorm", size, norm)
         self.size, self.factor = size, LayerFactor(at) if config.layer_factors else None
         self.input = None if config.altup is None else LayerInput(config, config.altup, layer)
+        self.beside: RecurrentMixer | None = None
+        if config.recurrent is not None and config.has_state(layer) and config.attends_beside:
+            self.beside = RecurrentMixer(config, config.recurrent, layer)
+            assert self.attention_norm is not None, "both read the same norm"
+            self.attention_norm.feeds = None  # each product converts what it reads
         self.apart: ExpertsApart | None = None
         if config.experts is not None and config.experts.apart and config.has_experts(layer):
             self.apart = ExpertsApart(config, config.experts, layer, dtype)
@@ -572,15 +591,24 @@ class DecoderLayer(nn.Module):
     def forward(self, states: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """Run the layer on states [tokens, width], overwritten; `rows` are needed after it (None: all)."""
         hidden = self._hidden(states)
-        mixed = self.attention(self._input(hidden, self.attention_norm, self.attention.first), angles, attend)
+        x = self._input(hidden, self.attention_norm, self.attention.first)
+        recurred = None
+        if self.beside is not None:
+            plain = unquantized(x)
+            recurred = self.beside(_read_by(self.beside.first, plain), angles, attend)
+            x = _read_by(self.attention.first, plain)
+        mixed = self.attention(x, angles, attend)
         if rows is not None:
             states, mixed = gather(states, rows), gather(mixed, rows)
+            recurred = None if recurred is None else gather(recurred, rows)
             hidden = self._hidden(states)
         parallel = self._input(hidden, self.mlp_norm, self.mlp.first) if self.placement == "parallel" else None
         if self.mixed_norm is None:
             self.attention.out.add_to(hidden, mixed)
         else:
             self.mixed_norm.add_to(hidden, self.attention.out(mixed))
+        if self.beside is not None and recurred is not None:
+            self.beside.out.add_to(hidden, recurred)
         x = self._input(hidden, self.mlp_norm, self.mlp.first) if parallel is None else parallel
         factor = 1.0 if self.factor is None else self.factor.value
         if self.gated_norm is None:
@@ -602,6 +630,11 @@ class DecoderLayer(nn.Module):
             return convert_rows(hidden, self.dtype, product.activation_group(hidden.shape[0]))
         result: Activations = norm(hidden)
         return result
+
+
+def _read_by(product: Linear, rows: Tensor) -> Activations:
+    group = product.activation_group(len(rows))
+    return rows if group is None else quantize(rows, group)
 
 
 class BranchLayer(nn.Module):

@@ -83,7 +83,7 @@ def expert_products_of(config: ModelConfig) -> Iterator[Shape]:
     """Yield the shapes of the products of one expert, for each layer that has experts."""
     if config.experts is not None:
         for _ in filter(None, config.experts.layers):
-            yield 2 * config.experts.size, config.hidden_size
+            yield (1 + config.is_gated) * config.experts.size, config.hidden_size
             yield config.hidden_size, config.experts.size
 
 
@@ -159,21 +159,26 @@ class Product(NamedTuple):
 
 
 def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
-    """Return the products of a layer's attention, or of its convolution, as computed; the last one is the output's."""
-    hidden, heads = config.hidden_size, config.heads(layer)
+    """Return the products of a layer's attention, convolution or state, as computed; of each, the last is the output's."""
     if not config.has_mixer(layer):
         return ()
+    states = state_products(config) if config.has_state(layer) else ()
+    return states if states and not config.attends_beside else (*attention_products(config, layer), *states)
+
+
+def attention_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
+    """Return the products of a layer's attention or convolution; the last one is the output's."""
+    hidden, heads = config.hidden_size, config.heads(layer)
     if config.has_convolution(layer):
         return (
             Product(("conv.in_proj",), (3 * hidden,), hidden, bias=False),
             Product(("conv.out_proj",), (hidden,), hidden, bias=False),
         )
-    if config.recurrent is not None and config.has_state(layer):
-        return _recurrent_products(config, config.recurrent)
     if config.latent is not None:
         return _latent_products(config, config.latent)
     gates, keys = config.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-    queries = gates * (1 + config.has_output_gate)
+    apart = config.has_output_gate and config.gates_apart
+    queries = gates * (1 + (config.has_output_gate and not apart))
     rows = (queries + 2 * keys,) if config.fused_qkv else (queries, keys, keys)
     out = Product(("self_attn.o_proj",), (hidden,), gates, config.output_bias)
     if not config.writes_cache(layer):
@@ -181,15 +186,22 @@ def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
     sources = qkv_sources(config)
     if heads.keys_are_values:
         sources = (*sources[:2], sources[1])
+    if apart:
+        sources, rows = ("self_attn.gate_proj", *sources), (gates, *rows)
     return Product(sources, rows, hidden, config.qkv_bias), out
 
 
-def _recurrent_products(config: ModelConfig, recurrent: RecurrentConfig) -> tuple[Product, ...]:
+def state_products(config: ModelConfig) -> tuple[Product, ...]:
+    """Return the products of a layer with a state; the last one is the output's."""
+    recurrent = config.recurrent
+    assert recurrent is not None, "the model has such layers"
     sizes, hidden, bias, at = recurrent.sizes, config.hidden_size, recurrent.product_bias, recurrent.name
     out = Product((f"{at}.out_proj",), (hidden,), sizes.values, bias)
     if not sizes.has_delta:
         return Product((f"{at}.in_proj",), (sizes.values + sizes.channels + sizes.heads,), hidden, bias), out
     scales, inputs = {"b": sizes.heads, "a": sizes.heads}, {"qkv": sizes.channels, "z": sizes.values}
+    if recurrent.is_apart:
+        inputs = {"q": sizes.keys, "k": sizes.keys, "v": sizes.values, "z": sizes.values}
     if recurrent.is_fused:
         scales, inputs = {"ba": 2 * sizes.heads}, {"qkvz": sizes.channels + sizes.values}
     first, second = (
@@ -227,8 +239,8 @@ def up_sources(config: ModelConfig, mlp: str = "mlp") -> tuple[str, ...]:
     return (f"{mlp}.gate_up_proj",) if is_fused else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
 
 
-def norms_of(config: ModelConfig) -> tuple[str, ...]:
-    match config.placement:
+def norms_of(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    match config.placement_of(layer):
         case "pre":
             return ("input_layernorm", "post_attention_layernorm")
         case "single":
@@ -249,7 +261,7 @@ def norm_elements(config: ModelConfig) -> int:
     parts = config.norm.has_weight + config.norm.has_bias
     convolved = 0 if config.convolution is None else sum(config.convolution.layers)
     filters = 0 if config.convolution is None else convolved * config.convolution.width * config.hidden_size
-    norms = config.num_layers * len(norms_of(config)) + 1 + config.embedding_norm
+    norms = sum(len(norms_of(config, layer)) for layer in range(config.num_layers)) + 1 + config.embedding_norm
     own = sum(_head_elements(config, layer) for layer in range(config.num_layers) if not config.has_convolution(layer))
     own += config.num_layers * config.layer_factors
     biases = 0
@@ -264,10 +276,13 @@ def _head_elements(config: ModelConfig, layer: int) -> int:
     """Return the number of elements of the norms of a layer's heads, or of its short rows, and of its sinks."""
     if not config.has_mixer(layer):
         return 0
+    count = 0
     if config.recurrent is not None and config.has_state(layer):
-        return sum(math.prod(shape) for _, shape in _recurrent_vectors(config.recurrent))
+        count = sum(math.prod(shape) for _, shape in _recurrent_vectors(config.recurrent))
+        if not config.attends_beside:
+            return count
     heads, norm = config.heads(layer), config.head_norm
-    count = config.num_heads * config.has_sinks
+    count += config.num_heads * config.has_sinks
     if config.latent is not None:
         count += config.latent.rank + (config.latent.query_rank or 0)
     if norm is None:
@@ -306,7 +321,7 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     if config.has_mixer(layer):
         yield from _mixer(config, layer)
     yield from _mlp(config, layer)
-    for name in norms_of(config):
+    for name in norms_of(config, layer):
         yield from _norm(name, config.norm, config.hidden_size)
 
 
@@ -319,7 +334,12 @@ def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
         return
     if config.recurrent is not None and config.has_state(layer):
         yield from _recurrent_vectors(config.recurrent)
-        return
+        if not config.attends_beside:
+            return
+    yield from _attention_vectors(config, layer)
+
+
+def _attention_vectors(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     if config.latent is not None:
         yield "self_attn.kv_a_layernorm.weight", (config.latent.rank,)
         if config.latent.query_rank is not None:
@@ -333,9 +353,19 @@ def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
             yield "self_attn.k_norm.weight", (config.head_norm.num_weights(heads.num_kv_heads, heads.head_dim),)
 
 
+def filter_kinds(recurrent: RecurrentConfig) -> tuple[str, tuple[str, ...]]:
+    """Return what follows a layer's name in the names of its filters, and the kinds of the stored tensors."""
+    if recurrent.is_apart:
+        return "", tuple(f"{part}_conv1d.weight" for part in "qkv")
+    return ".conv1d", ("weight",)
+
+
 def _recurrent_vectors(recurrent: RecurrentConfig) -> Iterator[tuple[str, Shape]]:
     at, sizes = recurrent.name, recurrent.sizes
-    yield f"{at}.conv1d.weight", (sizes.channels, 1, sizes.width)
+    source, kinds = filter_kinds(recurrent)
+    channels = (sizes.keys, sizes.keys, sizes.values) if recurrent.is_apart else (sizes.channels,)
+    for kind, count in zip(kinds, channels, strict=True):
+        yield f"{at}{source}.{kind}", (count, 1, sizes.width)
     if recurrent.conv_bias:
         yield f"{at}.conv1d.bias", (sizes.channels,)
     yield f"{at}.dt_bias", (sizes.heads,)

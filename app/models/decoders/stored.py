@@ -9,10 +9,14 @@ from functools import cache
 
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import DECODER_FAMILIES
-from app.models.decoders.layer_config import RecurrentConfig
+from app.models.decoders.layer_config import RecurrentConfig, RowFactors
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-EXPERT_PRODUCTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+EXPERT_PRODUCTS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
 
 
 def our_name(config: ModelConfig, stored: str) -> str | None:
@@ -53,6 +57,11 @@ def is_computed(config: ModelConfig, stored: str) -> bool:
 def is_transposed(config: ModelConfig, name: str) -> bool:
     """Return True if a weight, by our name, is stored as [in, out]."""
     return DECODER_FAMILIES[config.architecture].transposed and name.endswith("_proj.weight")
+
+
+def row_factors(config: ModelConfig, name: str) -> RowFactors:
+    """Return the factors by which the rows of a stored weight are multiplied, by our name; none: as stored."""
+    return next((factors for end, factors in config.weight_factors if name.endswith(end)), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +134,11 @@ def _elements(order: HeadRows, is_value: bool) -> Iterator[int]:
 
 def head_rows(config: ModelConfig, name: str) -> HeadRows | GroupedRows | None:
     """Return the order of the stored rows of a tensor, by our name; None: as here."""
-    if config.has_output_gate and name.endswith((".self_attn.q_proj.weight", ".self_attn.q_proj.bias")):
+    if (
+        config.has_output_gate
+        and not config.gates_apart
+        and name.endswith((".self_attn.q_proj.weight", ".self_attn.q_proj.bias"))
+    ):
         return GroupedRows(config.num_heads, (config.head_dim, config.head_dim), (1, 0))
     if config.recurrent is not None and ".linear_attn.in_proj_" in name:
         return _state_rows(config.recurrent, name.rpartition(".")[0].rpartition("_")[2])

@@ -14,7 +14,7 @@ from typing import Any
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, is_expert, is_router, tensors_of
-from app.models.decoders.stored import head_rows, our_name
+from app.models.decoders.stored import head_rows, our_name, row_factors
 from app.weights.files import file_in, join_names, read_object
 from app.weights.lora.rules import AdapterRules
 from app.weights.safetensors import TensorEntry, read_header
@@ -138,6 +138,11 @@ def open_adapter(directory: Path, config: ModelConfig, max_rank: int = MAX_LORA_
     for stored, pair in _pair_matrices(directory, read_header(file)).items():
         module = _our_module(config, stored)
         order = head_rows(config, f"{module}.weight")
+        if row_factors(config, f"{module}.weight"):
+            raise CheckpointInvalid(
+                f"{directory}: {module[:_MAX_SHOWN]} is multiplied by factors of config.json, and adapters of such products"
+                " are not served: merge it into the model with peft's merge_and_unload."
+            )
         if module in matrices:
             raise CheckpointInvalid(f"{directory}/{WEIGHTS}: {module[:_MAX_SHOWN]} has two matrices A.")
         checked = _check_layer(directory, (stored, module), pair, layers, rules)

@@ -34,7 +34,7 @@ def layer_of(sizes: RecurrentSizes) -> Recurrence:
     )
     rates, steps = torch.rand(sizes.heads, generator=made) * 4, torch.randn(sizes.heads, generator=made)
     if sizes.has_delta:
-        return Recurrence(sizes, filters, None, rates, steps)
+        return Recurrence(sizes, filters, None, rates, steps, beta_scale=2.0 if sizes == ODD_DELTA else 1.0)
     return Recurrence(sizes, filters, bias, rates, steps, torch.randn(sizes.heads, generator=made), (0.05, 3.0), 0.7)
 
 
@@ -75,7 +75,7 @@ def test_the_delta_rule_equals_transformers(sizes: RecurrentSizes) -> None:
         key.reshape(1, tokens, sizes.key_heads, -1),
         value.reshape(1, tokens, sizes.heads, -1),
         (-layer.rates * torch.nn.functional.softplus(inputs.steps + layer.step_bias))[None],
-        inputs.betas.sigmoid()[None],
+        (inputs.betas.sigmoid() * layer.beta_scale)[None],
         use_qk_l2norm_in_kernel=True,
     )
     states = torch.empty(1, sizes.state_elements)
@@ -124,19 +124,57 @@ def test_the_kernels_equal_the_reference(level: str, dtype: torch.dtype, sizes: 
 
 @pytest.mark.skipif(not LEVELS, reason="no native library")
 @pytest.mark.parametrize("sizes", [ODD_DELTA, ODD_SCAN], ids=["delta", "scan"])
-def test_a_prompt_in_parts_has_the_bits_of_the_whole(sizes: RecurrentSizes) -> None:
+def test_a_prompt_in_parts_by_token_has_the_bits_of_the_whole(sizes: RecurrentSizes) -> None:
     layer, inputs, tokens = layer_of(sizes), inputs_of(sizes, 12, torch.bfloat16), 12
     whole, states = torch.empty(1, sizes.state_elements), torch.empty(2, sizes.state_elements)
-    expected = recur(inputs, layer, whole, step_of([StateRun(0, tokens, 0, 0)]))
+    expected = recur(inputs, layer, whole, step_of([StateRun(0, tokens, 0, 0)]), by_token=True)
     for cut in range(1, tokens):
         parts = []
         for first, end in ((0, cut), (cut, tokens)):
             rows = [None if one is None else one[first:end] for one in (inputs.channels, inputs.steps, inputs.betas)]
             assert rows[0] is not None and rows[1] is not None
             part = RecurrentInputs(rows[0], rows[1], rows[2])
-            parts.append(recur(part, layer, states, step_of([StateRun(0, end - first, first, 1)])))
+            parts.append(recur(part, layer, states, step_of([StateRun(0, end - first, first, 1)]), by_token=True))
         assert torch.equal(torch.cat(parts), expected)
         assert torch.equal(states[1, sizes.tail_elements :], whole[0, sizes.tail_elements :])
+
+
+# Chunks have 32 tokens and less than 4 are no chunk; keys of more than 256 elements are computed token by token.
+LARGE_DELTA = RecurrentSizes(2, 1, 260, 36, 2, True)
+
+
+@pytest.mark.skipif(not LEVELS, reason="no native library")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("sizes", [*SIZES, LARGE_DELTA], ids=["delta", "odd-delta", "scan", "odd-scan", "large-delta"])
+def test_chunks_equal_tokens_one_after_the_other(level: str, sizes: RecurrentSizes) -> None:
+    counts = (1, 3, 4, 31, 32, 33, 70)
+    runs, first = [], 0
+    for slot, count in enumerate(counts):
+        runs.append(StateRun(first, count, slot % 2, slot))
+        first += count
+    layer, inputs, expected_states = (
+        layer_of(sizes),
+        inputs_of(sizes, first, torch.float32),
+        states_of(sizes, len(runs)),
+    )
+    states = expected_states.clone()
+    expected = recur_torch(inputs, layer, expected_states, runs)
+    with at_level(level):
+        found = recur(inputs, layer, states, step_of(runs))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states, expected_states, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not LEVELS, reason="no native library")
+@pytest.mark.parametrize("sizes", [ODD_DELTA, ODD_SCAN], ids=["delta", "scan"])
+@pytest.mark.parametrize("rate", [0.0, 300.0], ids=["no decay", "decays of zero"])
+def test_chunks_bear_extreme_decays(sizes: RecurrentSizes, rate: float) -> None:
+    layer, inputs = layer_of(sizes), inputs_of(sizes, 70, torch.float32)
+    layer = replace(layer, rates=torch.full_like(layer.rates, rate))
+    known, states = torch.empty(1, sizes.state_elements), torch.empty(1, sizes.state_elements)
+    expected = recur_torch(inputs, layer, known, [StateRun(0, 70, 0, 0)])
+    found = recur(inputs, layer, states, step_of([StateRun(0, 70, 0, 0)]))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 NORMS = {

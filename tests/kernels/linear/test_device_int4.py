@@ -30,6 +30,7 @@ def meaning(weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return ((codes.view(*scale.shape, 64).float() - 8) * scale[..., None] + zero[..., None]).flatten(1)
 
 
+@pytest.mark.cases(test=5)
 @pytest.mark.parametrize(("rows", "with_bias"), [(0, False), (1, True), (64, False), (65, True)])
 @pytest.mark.parametrize(("outputs", "inputs"), [(8, 64), (24, 192), (40, 256), (16, 1024)])
 @torch.inference_mode()

@@ -163,6 +163,7 @@ def test_other_messages_of_torchao_are_kept(caplog: pytest.LogCaptureFixture) ->
     assert [record.getMessage() for record in caplog.records] == ["Failed to load a weight"]
 
 
+@pytest.mark.full
 def test_the_first_use_prints_nothing_and_nothing_imports_it_before() -> None:
     """In a process of its own, since torchao may be imported here already."""
     program = (

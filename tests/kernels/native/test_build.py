@@ -108,6 +108,7 @@ def commands(build: Path) -> list[tuple[str, str]]:
     return [(Path(file).name, command) for command, file in found]
 
 
+@pytest.mark.full
 @needs_gcc
 def test_only_a_level_is_compiled_for_its_instructions(sources: Path, tmp_path: Path) -> None:
     status(sources, tmp_path / "build", CC=str(CC))

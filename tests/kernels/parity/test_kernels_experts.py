@@ -75,13 +75,13 @@ def test_equal_scores_select_the_lower_ids_and_nan_makes_nan() -> None:
     assert weights[1].isnan().all() and len(set(ids[1].tolist())) == 3
 
 
-def _experts(name: str, hidden: int, inner: int, count: int, *, bias: bool) -> list[ExpertForms]:
+def _experts(name: str, hidden: int, inner: int, count: int, *, bias: bool, gates: bool = True) -> list[ExpertForms]:
     form = {**FORMS, **QUANTIZED_FORMS}[name]
 
     def packed(outputs: int, inputs: int) -> object:
         return form.pack(torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs) if bias else None)
 
-    return [ExpertForms(packed(2 * inner, hidden), packed(hidden, inner)) for _ in range(count)]  # type: ignore[arg-type]
+    return [ExpertForms(packed((1 + gates) * inner, hidden), packed(hidden, inner), gates) for _ in range(count)]  # type: ignore[arg-type]
 
 
 def _routed(rows: int, count: int, k: int) -> tuple[Tensor, Tensor]:
@@ -96,9 +96,10 @@ def test_experts_equal_the_reference(level: str, name: str) -> None:
     with at_level(level):
         if not {**FORMS, **QUANTIZED_FORMS}[name].supports(64, 64, dtype):
             pytest.skip(f"{level} has no {name}")
-        for hidden, inner, count, k in ((192, 96, 16, 4), (64, 96, 6, 3), (100, 44, 5, 3)):
-            activation = "silu" if hidden == 192 else "swiglu_oai"
-            experts = _experts(name, hidden, inner, count, bias=activation != "silu")
+        for hidden, inner, count, k in ((192, 96, 16, 4), (64, 96, 6, 3), (100, 44, 5, 3), (96, 64, 6, 3)):
+            activation = {192: "silu", 96: "relu2"}.get(hidden, "swiglu_oai")
+            gates = activation != "relu2"
+            experts = _experts(name, hidden, inner, count, bias=activation != "silu", gates=gates)
             stack = ExpertStack.of(experts)
             assert stack is not None, "all forms are panels"
             for rows in (1, 7, 200):

@@ -93,6 +93,7 @@ def in_fish(words: list[str], folder: Path) -> list[str]:
     return [line.partition("\t")[0] for line in lines]
 
 
+@pytest.mark.cases(test=3, ci=12)
 @pytest.mark.parametrize("complete", [in_bash, in_fish])
 @pytest.mark.parametrize(("words", "expected"), CASES, ids=lambda value: " ".join(value))
 def test_a_shell_completes(
@@ -101,6 +102,7 @@ def test_a_shell_completes(
     assert sorted(found.replace("\\ ", " ") for found in complete(words, folder)) == sorted(expected)
 
 
+@pytest.mark.full
 def test_bash_knows_the_function_and_divides_at_the_equals_sign(folder: Path) -> None:
     assert run("bash", "complete -p armature", folder) == ["complete -F _armature armature"]
     assert in_bash(["serve", "--device", "=", "c"], folder) == ["cpu", "cuda"]

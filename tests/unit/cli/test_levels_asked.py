@@ -30,6 +30,7 @@ def test_the_plan_says_that_a_level_was_asked_for(level: str) -> None:
     assert json.loads(result.stdout)["plan"]["kernels"] == {"value": level, "reason": "ARMATURE_ISA asks for it."}
 
 
+@pytest.mark.cases(ci=2)
 @pytest.mark.full
 @pytest.mark.parametrize("level", [FOREIGN, "no-such-level"])
 @pytest.mark.parametrize("command", [["probe"], ["serve", "--port", "0"]], ids=lambda command: str(command[0]))

@@ -210,6 +210,7 @@ def test_the_module_is_the_command() -> None:
     assert run("serve", "--prot").returncode == 2
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("argv", [["--version"], ["serve", "--help"], ["probe", "--json"]], ids=" ".join)
 def test_torch_is_not_imported_to_speak(argv: list[str]) -> None:
     script = (

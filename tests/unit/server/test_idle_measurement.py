@@ -36,6 +36,7 @@ def busy(what: Any, budget: float, report: Callable[[str], None]) -> Measurement
     return Measurements(fallback="the machine is too busy")
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="estimates need the native library")
 @pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.parametrize("phase", DEMOS)

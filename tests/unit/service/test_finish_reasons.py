@@ -240,6 +240,7 @@ happenings = st.lists(
 )
 
 
+@pytest.mark.full
 @given(happenings, st.integers(1, 3))
 def test_whatever_happens_each_request_and_each_choice_ends_once(script: list[tuple[str, int, str]], n: int) -> None:
     asyncio.run(_play(script, n))

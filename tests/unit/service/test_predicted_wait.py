@@ -99,6 +99,7 @@ def poisson(random: Random, per_second: float, number: int) -> list[tuple[float,
     return arrivals
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("per_second", [0.5, 2.0, 5.0])
 def test_waits_are_predicted_under_a_light_a_heavy_and_too_heavy_a_load(per_second: float) -> None:
     machine = Machine(noise=0.1)

@@ -181,8 +181,14 @@ def is_open(served: ServedDecoder, request: GenerationRequest) -> bool:
     return read_prompt(served, request).opens_reasoning
 
 
-@pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.cases(test=6)
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [
+        *((name, True) for name in SMALL),
+        *(pytest.param(name, False, marks=[pytest.mark.nightly] if at % 9 else []) for at, name in enumerate(SMALL)),
+    ],
+)
 def test_a_family_calls_tools_as_its_template_writes_them(name: str, special: bool, tmp_path: Path) -> None:
     served = small(tmp_path, real_template(name), special)
     try:
@@ -191,6 +197,7 @@ def test_a_family_calls_tools_as_its_template_writes_them(name: str, special: bo
         served.close()
 
 
+@pytest.mark.cases(ci=3)
 @pytest.mark.full
 @pytest.mark.parametrize(("template", "tokenizer"), REAL)
 def test_real_tokenizers(template: str, tokenizer: str) -> None:

@@ -198,6 +198,7 @@ REFUSED: list[tuple[dict[str, Any], type[RequestError], str | None, str]] = [
 ]
 
 
+@pytest.mark.cases(test=3)
 @pytest.mark.parametrize("fields, kind, field, sentence", REFUSED)
 async def test_what_can_never_be_served_is_refused_and_never_reaches_the_worker(
     fields: dict[str, Any], kind: type[RequestError], field: str | None, sentence: str

@@ -54,6 +54,7 @@ def test_rendered_as_by_transformers(source: str, tmp_path: Path) -> None:
 PREFILLS = ("<", "e", "im", "|", "end|>", "user", "", " ", "The answer ", "```json\n", "def f():\n    ", "ß ", "a\n\n")
 
 
+@pytest.mark.cases(test=4)
 @pytest.mark.parametrize("content", PREFILLS)
 @pytest.mark.parametrize("source", [CHATML, CHATML.replace("['content']", ".content | trim")])
 def test_a_continued_message_is_kept_to_the_byte(source: str, content: str, tmp_path: Path) -> None:
@@ -123,6 +124,7 @@ RUNAWAYS = [
 ]
 
 
+@pytest.mark.cases(test=4, ci=14)
 @pytest.mark.parametrize("source", ESCAPES + RUNAWAYS)
 def test_a_template_that_goes_wrong_fails_its_request_only(source: str) -> None:
     template, good = ChatTemplate(source, TOKENS), ChatTemplate(CHATML, TOKENS)
@@ -247,6 +249,7 @@ def names(directory: Path, config: Any, file: Path | None = None) -> tuple[str, 
     return texts[0].partition(":")[0], texts[1].partition(":")[0]
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

@@ -401,6 +401,7 @@ NAMING = [
 ]
 
 
+@pytest.mark.cases(test=3)
 @pytest.mark.parametrize("name", [ADDED, SPECIAL])
 @pytest.mark.parametrize(("kind", "text", "before", "after"), NAMING)
 def test_an_added_token_is_written_as_one_token_or_by_letters(
@@ -440,6 +441,7 @@ def test_a_text_that_ends_a_completion_is_no_text_of_a_grammar(marked: Tokenizer
     compiler.close()
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_forced_is_the_text_itself(form: str, tmp_path: Path) -> None:
     """A tokenizer may put a space in front of a text, or read a special token in it."""

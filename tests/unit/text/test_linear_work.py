@@ -21,7 +21,7 @@ from app.text.tool_calls import ToolCallParser
 from app.text.tool_formats import TOOL_FORMATS
 from small_tokenizers import byte_level, write_tokenizer
 
-LENGTH = 80
+LENGTH = 48
 MOST = 4.5  # lines for a text of four times the length, as a multiple
 
 
@@ -120,6 +120,7 @@ READ = (
 )
 
 
+@pytest.mark.cases(test=1, ci=14)
 @pytest.mark.parametrize("form", READ)
 def test_tool_calls(form: str) -> None:
     check_tool_calls(form, "", 3)
@@ -132,6 +133,7 @@ def test_tool_calls_after_other_text(form: str, before: str, size: int) -> None:
     check_tool_calls(form, "".join(TOOL_FORMATS[form].opening) if before == "marker" else before, size)
 
 
+@pytest.mark.cases(test=3, ci=14)
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("form", REASONING_FORMATS)
 def test_reasoning(form: str, is_open: bool) -> None:
@@ -144,6 +146,7 @@ def test_reasoning(form: str, is_open: bool) -> None:
                 assert_linear(lambda text: work(before + text), unit)  # noqa: B023
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("before", ["", "<|channel|>", "<|channel|>final<|message|>", "to=functions.f<|message|>"])
 def test_harmony(before: str) -> None:
     for unit in (

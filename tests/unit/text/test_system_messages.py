@@ -43,6 +43,7 @@ def test_the_rules_are_found_at_load(source: str, rules: SystemRules) -> None:
     assert ChatTemplate(source, {}).form.system == rules
 
 
+@pytest.mark.cases(test=3)
 @pytest.mark.parametrize(
     ("source", "given", "expected"),
     [

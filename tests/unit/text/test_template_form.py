@@ -74,6 +74,7 @@ def render(source: str, messages: list[dict[str, Any]], *tools: dict[str, Any]) 
         template.close()
 
 
+@pytest.mark.cases(test=3)
 @pytest.mark.parametrize(
     ("source", "messages", "expected"),
     [
@@ -147,6 +148,7 @@ def test_a_template_that_wants_parts_gets_them_for_a_text() -> None:
     assert render(ONLY_PARTS, [USER]) == "[user]question[assistant]"
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("source", [BARE_TOOLS, NEEDS_A_LIST, FUNCTIONS_TEXT, PLAIN])
 def test_tools_are_in_the_prompt_and_a_template_works_without_any(source: str) -> None:
     assert render(source, [USER]) == "[user]question[assistant]"

@@ -23,6 +23,7 @@ WORD = "{{ 'off ' if messages[0].role == 'system' and '/no_think' in messages[0]
 USER = {"role": "user", "content": "q"}
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize(
     ("source", "given", "expected"),
     [

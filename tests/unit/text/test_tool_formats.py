@@ -80,6 +80,7 @@ def fitting(form: ToolFormat, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in left_out}
 
 
+@pytest.mark.cases(test=3, ci=17)
 @pytest.mark.parametrize("name", READ)
 @given(CALLS, st.lists(st.integers(0, 400), max_size=8))
 def test_what_is_written_is_read_again(name: str, calls: list[tuple[str, Any]], cuts: list[int]) -> None:
@@ -92,6 +93,7 @@ def test_what_is_written_is_read_again(name: str, calls: list[tuple[str, Any]], 
     assert content == ""
 
 
+@pytest.mark.cases(test=7)
 @pytest.mark.parametrize("name", READ)
 @given(st.data())
 def test_any_text_divided_in_any_way_is_read_as_the_whole(name: str, data: st.DataObject) -> None:
@@ -444,6 +446,7 @@ NATIVE = {
 }
 
 
+@pytest.mark.cases(test=4, ci=24)
 @pytest.mark.parametrize(("template", "name"), NATIVE.items())
 def test_the_format_is_what_the_template_writes(template: str, name: str) -> None:
     chat = ChatTemplate(real_template(template), {"bos_token": "<s>", "eos_token": "</s>"})

@@ -11,6 +11,7 @@ from tools import auto_table
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.full
 def test_the_committed_page_is_current() -> None:
     assert auto_table.main(["--check"]) == 0, "make docs"
 
@@ -20,6 +21,7 @@ def test_the_levels_are_those_of_the_library() -> None:
     assert {level for levels in auto_table.LEVELS.values() for level in levels} == built
 
 
+@pytest.mark.full
 def test_no_host_serves_a_large_model_in_fp32() -> None:
     rows = [line.strip("| ").split(" | ") for line in auto_table.page().splitlines() if line.startswith("| ")]
     head, *hosts = rows[0], *rows[2:]

@@ -52,6 +52,7 @@ def test_a_cpu_build_in_a_local_folder_is_asked_for_by_name() -> None:
     assert install.choose_torch("Linux", "x86_64", True, never, never)[0] == install.TORCH
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize(("requirement", "found"), [("a==1", True), ("a==2", False)])
 def test_pip_finds_what_its_configuration_has(
     requirement: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -212,6 +213,7 @@ def test_a_pip_that_can_says_how_much_of_a_file_it_has(version: str, raw: bool, 
     assert ("--progress-bar=raw" in install.pip_options(tmp_path / "bin" / "python")) == raw
 
 
+@pytest.mark.cases(ci=1)
 @pytest.mark.full
 @pytest.mark.parametrize("found", [True, False])
 def test_an_environment_has_pip(found: bool, tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from real_formats import real_templates
 from tools import templates_table
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 def test_the_page_is_current() -> None:
     if not real_templates():

@@ -109,6 +109,7 @@ def test_a_path_is_added_to_a_bare_host_only() -> None:
     assert with_path("http://a/custom") == "http://a/custom"
 
 
+@pytest.mark.full
 def test_no_module_of_the_sdk_is_imported_while_nothing_is_traced(root: Path) -> None:
     """FastAPI imports OpenTelemetry's interface by itself, which makes no spans and starts no thread."""
     script = (

@@ -327,6 +327,7 @@ def _without(directory: Path, *files: str, **added: bytes) -> None:
         (directory / name.replace("__", ".")).write_bytes(content)
 
 
+@pytest.mark.cases(test=3)
 @pytest.mark.parametrize(
     "removed, added, expected",
     [

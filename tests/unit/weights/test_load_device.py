@@ -55,6 +55,7 @@ def test_logits_are_those_of_a_processors_forms(tmp_path: Path, architecture: st
     torch.testing.assert_close(logits(load(directory, device="cuda")), logits(load(directory)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Gemma3ForCausalLM"])
 def test_fewer_bits_are_near(tiled: TiledCodes, tmp_path: Path, architecture: str) -> None:
     """Four bits of random weights leave as much as in a processor's forms (test_quantized_models.py)."""
@@ -104,6 +105,7 @@ def test_all_of_a_model_lies_on_the_device(tmp_path: Path, architecture: str) ->
     assert all(form.nbytes > 0 for form in forms_of(model))
 
 
+@pytest.mark.full
 def test_four_bits_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where channels are made alike, too: whatever mixes the host's rows in is refused by torch."""
     monkeypatch.setattr(device_int4, "shared_scratch", fresh_scratch())
@@ -135,6 +137,7 @@ def test_what_is_on_the_device_is_not_the_mapped_file(tmp_path: Path) -> None:
     assert all(torch.equal(first, second) for first, second in zip(before, after, strict=True))
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize("shape", [{}, WIDE], ids=["tiny", "wide"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_plan_counts_the_bytes_that_are_held(

@@ -66,6 +66,7 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.cases(ci=2)
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's high water mark from /proc")
 @pytest.mark.parametrize("forms", ["plain", "onednn plain", "panels onednn plain", "int4/64 plain"])

@@ -66,6 +66,7 @@ def test_the_same_names_match_as_with_re(pattern: str, name: str) -> None:
     assert found.matches_end(name) is (end.match(name) is not None)
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize(
     "pattern", ["((a*)*)*b", "(a|a)*b", "(a|aa)+$b", "(a?){30}a{30}b", "(.*)*(.*)*(.*)*b", ".*" * 60 + "b"]
 )

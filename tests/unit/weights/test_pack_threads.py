@@ -55,6 +55,8 @@ def packed(
     }
 
 
+@pytest.mark.cases(ci=2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "copy"), [("int4", "off"), ("int4", "on"), ("int4-small", "off"), ("int8", "off")]
 )

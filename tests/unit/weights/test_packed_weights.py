@@ -138,6 +138,7 @@ def test_biases_of_zero_that_the_model_does_not_have_are_left_out(tmp_path: Path
         open_checkpoint(changed(tmp_path, "gptq", bias=torch.zeros(63)))
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize(
     ("name", "part"),
     [("nf4", "weight.absmax"), ("nf4 nested", "weight.absmax"), ("nf4 nested", "weight.nested_absmax"),

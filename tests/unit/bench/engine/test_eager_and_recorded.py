@@ -63,6 +63,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled.missing_compiler() is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_torch_steps_have_the_shapes_of_the_checkpoint(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile is replaced by its backend that runs the graph as it is: no compiler is needed."""

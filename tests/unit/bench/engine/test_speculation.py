@@ -74,6 +74,7 @@ def test_each_probability_is_held_against_none(
     assert "Planted" in outcome.notes[0]
 
 
+@pytest.mark.full
 def test_a_draft_model_is_measured_too(
     prepared: tuple[Checkpoint, ServingPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

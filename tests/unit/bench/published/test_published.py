@@ -167,6 +167,7 @@ def test_a_run_drops_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch
     assert run.name == "Llama 110M, fp32, avx2, 1 thread"
 
 
+@pytest.mark.full
 def test_the_flags_of_every_run_are_known(tmp_path: Path) -> None:
     for is_quick in (False, True):
         for row in published_rows(tuple(TOPICS), X86_LEVELS, LLAMA_8B, is_quick):

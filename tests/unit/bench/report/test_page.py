@@ -160,6 +160,7 @@ def test_a_server_that_says_little_of_itself_is_reported_all_the_same(info: dict
     assert make_report([tmp_path / "one.json"], None, False, HERE) == 0
 
 
+@pytest.mark.full
 def test_what_cannot_be_drawn_is_said_in_its_place(tmp_path: Path) -> None:
     """Two models without a load in common, on machines that were not calibrated."""
     results = [made_decoder(samples=1), made_encoder(samples=2)]

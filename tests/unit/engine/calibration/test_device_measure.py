@@ -136,6 +136,7 @@ def test_batches_of_texts_run(encoder: Checkpoint) -> None:
             assert torch.frombuffer(bytearray(rows[0]["embedding"]), dtype=torch.float32).isfinite().all()
 
 
+@pytest.mark.full
 def test_a_device_is_measured_whole(decoder: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peaks, "COPY_BYTES", 2**16)
     monkeypatch.setattr(ceilings, "MIN_PRODUCT_SIZE", 32)

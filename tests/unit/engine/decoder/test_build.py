@@ -83,6 +83,7 @@ def test_every_sequence_may_share_a_prefix_of_another(checkpoint: Checkpoint, pl
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (2, 2, 8)
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="no native kernels here")
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
 def test_keys_that_layers_share_are_stored_once_and_steps_are_replayed(tmp_path: Path, precision: str) -> None:

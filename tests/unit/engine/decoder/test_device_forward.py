@@ -20,6 +20,7 @@ from tiny_checkpoints import write_checkpoint
 MAX_LEN = 160
 
 
+@pytest.mark.cases(test=1)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"])
 def test_nothing_of_a_step_is_here_and_nothing_waits(architecture: str, tmp_path: Path) -> None:
     model: Any = load(write_checkpoint(tmp_path, architecture), max_model_len=MAX_LEN, device="cuda")

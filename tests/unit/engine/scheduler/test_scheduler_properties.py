@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from app.engine.scheduler.batch import resolve_seed
+from app.engine.scheduler.kv_allocator import StateCheckpoints
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, max_sequence_tokens
 from app.messages import Abort, Generate, SamplingParams
@@ -38,6 +39,7 @@ class AnyRun(RuleBasedStateMachine):
         guessed=st.sampled_from([None, None, 0.0, 0.5, 0.9, 1.0]),
         flying=st.sampled_from([0.0, 0.5, 1.0, 1.0]),
         kept=st.sampled_from([None, None, 0.0, 0.5]),
+        checkpoints=st.sampled_from([None, None, 0, 2, 9]),
     )
     def begin(
         self,
@@ -50,9 +52,15 @@ class AnyRun(RuleBasedStateMachine):
         guessed: float | None,
         flying: float,
         kept: float | None,
+        checkpoints: int | None,
     ) -> None:
         limits = EngineLimits(max_model_len=90, max_running_seqs=running, max_batch_tokens=batch_tokens)
-        self.sim = Simulation(num_slots, capacity, page, limits, PrefillBudget(batch_tokens, itl)).flying(flying)
+        pace = PrefillBudget(batch_tokens, itl)
+        if checkpoints is not None:  # a recurrent state: on processors alone, without guesses and store
+            states = StateCheckpoints(num_slots, checkpoints, 5)
+            self.sim = Simulation(num_slots, capacity, page, limits, pace, states)
+            return
+        self.sim = Simulation(num_slots, capacity, page, limits, pace).flying(flying)
         if guessed is not None:
             self.sim.with_guesses(guessed)
         if kept is not None:  # on a device there is no store, and on a processor nothing is launched ahead
@@ -131,6 +139,7 @@ class AnyRun(RuleBasedStateMachine):
         self.sim.runner.not_finite.add(request_id)
         self.failed.add(request_id)
 
+    @precondition(lambda self: self.sim.pool.checkpoints is None)
     @rule(tokens=st.sampled_from([3, 3, 5, 17, None]), late=st.booleans())
     def have_memory_for_fewer(self, tokens: int | None, late: bool) -> None:
         """As long as a search's beams find room together nobody has to fail for it."""

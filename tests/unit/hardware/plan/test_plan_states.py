@@ -32,8 +32,9 @@ NEEDS = Needs(
 def test_the_states_of_the_sequences_at_a_time_are_counted() -> None:
     made = plan(machine(), NEEDS)
     running = made.memory.max_running_seqs
-    assert made.memory.state_bytes == (running + 1) * 20 * MIB
-    assert "20 MiB for each sequence" in made.decisions["state_bytes"].reason
+    assert made.memory.state_bytes == 3 * running * 20 * MIB  # as many of finished ones, and of checkpoints
+    reason = made.decisions["state_bytes"].reason
+    assert "20 MiB for each sequence" in reason and f"each of {2 * running} prefixes" in reason
     without = plan(machine(), dataclasses.replace(NEEDS, state_bytes=0))
     assert without.memory.state_bytes == 0 and without.memory.kv_cache_bytes > made.memory.kv_cache_bytes
 
@@ -54,3 +55,12 @@ def test_nothing_that_needs_an_earlier_state_is_on() -> None:
         plan(machine(), NEEDS, prompt_cache="/nowhere")
     with pytest.raises(PlanImpossible, match="draft_model is set, but a recurrent state cannot go back"):
         plan(machine(), dataclasses.replace(NEEDS, draft=NEEDS), draft_model="/nowhere")
+
+
+def test_the_plan_says_what_of_a_state_is_not_rounded() -> None:
+    def reason(precision: str, **fields: int) -> str:
+        made = plan(machine(), dataclasses.replace(NEEDS, **fields), precision=precision)
+        return made.decisions["keep_layers"].reason
+
+    assert "decays" in reason("int4") and "decays" in reason("int8")
+    assert "decays" not in reason("bf16") and "decays" not in reason("int4", state_bytes=0)

@@ -23,6 +23,7 @@ CONTENTS = ["", "\x00\xff garbage", "-1", "9" * 5_000, "²", "1.2.3", "0-9999999
 NEEDED = ("meminfo", "status", "online", "cpuset", "memory.", "kernel/arch")
 
 
+@pytest.mark.cases(test=6)
 @pytest.mark.parametrize("host", ["zen5-vm", "raspberry-pi-5", "cgroup-v1"])
 @pytest.mark.parametrize("content", CONTENTS)
 def test_no_content_of_all_files_ends_a_probe(host: str, content: str, tmp_path: Path) -> None:
@@ -31,6 +32,7 @@ def test_no_content_of_all_files_ends_a_probe(host: str, content: str, tmp_path:
     read_thermal(probe(tmp_path, run).thermal, HostFiles(tmp_path))
 
 
+@pytest.mark.cases(test=2)
 @pytest.mark.parametrize("content", CONTENTS)
 def test_no_content_of_one_file_ends_a_probe_or_a_plan(content: str, tmp_path: Path, llama_1b: Needs) -> None:
     """Files whose names differ by a number are damaged together."""
