@@ -24,6 +24,7 @@ from app.api.anthropic.schemas import (
     StopReason,
     TextBlock,
 )
+from app.api.openai.parts import MessagePart
 from app.api.openai.routes import num_chat_tokens
 from app.api.openai.schemas import (
     ChatBody,
@@ -31,7 +32,6 @@ from app.api.openai.schemas import (
     FunctionDefinition,
     FunctionName,
     Message,
-    MessagePart,
     NamedToolChoice,
     ToolCallRecord,
     ToolDefinition,

@@ -39,13 +39,13 @@ from app.api.ollama.schemas import (
     Options,
 )
 from app.api.openai.output import chat_logprobs
+from app.api.openai.parts import MessagePart
 from app.api.openai.schemas import (
     ChatBody,
     CompletionBody,
     FunctionCallText,
     FunctionDefinition,
     Message,
-    MessagePart,
     ResponseFormat,
     ToolCallRecord,
     ToolDefinition,
