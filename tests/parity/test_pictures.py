@@ -149,7 +149,7 @@ def test_the_second_question_computes_neither_the_picture_nor_its_tokens_again(s
     one.model.pictures.report = lambda is_known, seconds: known.append(is_known)
     first: Talk = [("user", [WIDE, "What is it?"])]
     second: Talk = [("user", [WIDE, "Where is it?"])]
-    other: Talk = [("user", [TALL, "Where is it?"])]
+    other: Talk = [("user", [picture(90, 50, 9), "Where is it?"])]
     assert one.texts([first]) == [one.expected(first)]
     batches: list[Batch] = []
     run = one.engine.runner.run
