@@ -66,7 +66,7 @@ _IMPLEMENTATION = (
 # Beside the section of the text model: what the library reads pictures with, and copies of the text model's values.
 _PICTURES = (
     "downsample_ratio image_grid_pinpoints image_seq_length scale_factor vision_aspect_ratio visual_indicator_token_ids"
-    " vision_feature_select_strategy hidden_size vocab_size"
+    " vision_feature_select_strategy vocab_size"
 )
 # Tokens, which the tokenizer's files and generation_config.json decide; eos_token_id is read with these.
 _TOKENS = (
