@@ -81,6 +81,12 @@ class Unauthorized(RequestError):
     code = "unauthorized"
 
 
+class PermissionDenied(RequestError):
+    """The request's key may not use the model."""
+
+    code = "permission_denied"
+
+
 class Overloaded(RequestError):
     """The queue is full. `retry_after_seconds` is computed from the queue and the measured speed."""
 

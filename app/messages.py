@@ -1,6 +1,6 @@
 """Messages between the service and the engine: frozen dataclasses of plain values, which another process could read.
 
-The engine's mailbox takes `Generate`, `Encode`, `Infer`, `Abort`, `SetAdapter` and `Stop`. Events come back as one list
+The engine's mailbox takes `Generate`, `Encode`, `Infer`, `RunTask`, `Abort`, `SetAdapter` and `Stop`. Events come back as one list
 per step: `PromptScored`, `TokensReady` and `SequenceFinished` for a generation, one `ArraysReady` for an `Encode` or
 `Infer`, and `RequestFailed` for any of them. Messages between the API and the service are in `service/requests.py`.
 """
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from app.errors import InvalidRequest, RequestError
 
@@ -43,7 +43,9 @@ class SamplingParams:
     logits. No end token is sampled before `min_tokens`. `bad_words` are texts that are not sampled, and
     `allowed_token_ids`, if not None, are the only tokens that are. A sequence with a lower `priority` is computed
     first. `include_stop` keeps the matched stop string in the text. With `beam_width` above 1, the choices are the `n`
-    best beams; a beam's score is its log-probability over its length to the power of `length_penalty`.
+    best beams; a beam's score is its log-probability over its length to the power of `length_penalty`, and
+    `early_stopping` is that of transformers: when a search ends before all beams have ended. `forced_bos_token_id` is the
+    first token of the completion of a model with an encoder, such as the language of a translation.
     """
 
     max_tokens: int | None = None
@@ -64,6 +66,8 @@ class SamplingParams:
     ignore_eos: bool = False
     beam_width: int = 1
     length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    forced_bos_token_id: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     bad_words: tuple[str, ...] = ()
@@ -257,6 +261,7 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
     `bad_word_ids` are the token sequences of `params.bad_words`. The completion follows `grammar`, if it is given, which
     is compiled: `definition` is the grammar as the library reads it. `adapter` None means the model alone. Only requests
     with the same `cache_salt` share keys and values. Where the prompt has `vectors`, its ids are from `FIRST_VECTOR_ID` on.
+    The first `num_source_tokens` are those of an encoder, where the model has one.
     """
 
     request_id: str
@@ -270,6 +275,12 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
     definition: str = ""
     thinking: ThinkingLimit | None = None
     vectors: tuple[PromptVectors, ...] = ()
+    num_source_tokens: int = 0
+
+    def with_decoder(self, start_ids: tuple[int, ...], params: SamplingParams) -> Generate:
+        """Return the request whose tokens are the source, followed by those with which the decoder starts."""
+        token_ids = (*self.token_ids, *start_ids)
+        return structs.replace(self, token_ids=token_ids, params=params, num_source_tokens=len(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +353,23 @@ class Infer(Struct, frozen=True, array_like=True, tag=True):
     arrived_at: float
 
 
+class RunTask(Struct, frozen=True, array_like=True, tag=True):
+    """A task besides generation, such as `token-classification`, for a model that transformers computes.
+
+    `inputs` is a JSON list. In place of pictures and sounds it has the numbers of the `files` that have their bytes.
+    With `is_batch`, the result is a list with one for each input, otherwise that of the only one. `parameters` is a JSON
+    object.
+    """
+
+    request_id: str
+    task: str
+    inputs: bytes
+    parameters: bytes
+    arrived_at: float
+    files: tuple[bytes, ...] = ()
+    is_batch: bool = False
+
+
 class Abort(Struct, frozen=True, array_like=True, tag=True):
     """The client no longer needs this request. Unknown and finished ids are ignored."""
 
@@ -354,7 +382,7 @@ class Stop(Struct, frozen=True, array_like=True, tag=True):
     """End the worker thread once the events of what is running were delivered."""
 
 
-EngineRequest = Generate | Encode | Infer
+EngineRequest = Generate | Encode | Infer | RunTask
 Command = EngineRequest | Abort | SetAdapter | Stop
 
 # ---- from the engine to the service ----------------------------------------------------------------------------------
@@ -434,7 +462,7 @@ class SequenceFinished(Struct, frozen=True, array_like=True, tag=True):
 
 
 class ArraysReady(Struct, frozen=True, array_like=True, tag=True):
-    """All outputs of an `Encode` or an `Infer`, by name. The request has ended.
+    """All outputs of an `Encode` or an `Infer`, by name, or of a `RunTask` as JSON: `result`. The request has ended.
 
     `embedding` is FP32 [texts, size] and `logits` FP32 [texts, labels], in the order of the texts.
     `last_hidden_state` is FP32 [tokens of all texts, size]. The outputs of an `Infer` have the shapes that its

@@ -32,6 +32,7 @@ _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 COMMON_SETTINGS = (
     "model_control", "hourly_price", "watts", "rate_limit", "max_connections", "write_timeout_seconds", "drain_seconds",
 )  # fmt: skip
+KEY_SETTINGS = ("api_keys", "api_key_file")  # of a model in the place of the keys for all
 KEPT_PRECISIONS = ("int4", "int8", "bf16")  # of layers that `keep_layers` names
 _MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAMED_MODEL = re.compile(rf"{_MODEL_NAME}=")
@@ -607,14 +608,16 @@ def _model_tables(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _model_settings(settings: Settings, name: str, table: dict[str, Any], num_models: int) -> Settings:
-    common = next((key for key in table if key in (*settings_with(group="network"), *COMMON_SETTINGS)), None)
+    of_process = {*settings_with(group="network"), *COMMON_SETTINGS} - {*KEY_SETTINGS}
+    common = next((key for key in table if key in of_process), None)
     if common is not None:
         raise SettingsInvalid(f"{common} in [{name}] is one value for all models: give it as {flag_of(common)}.")
     if "served_model_name" in settings.model_fields_set and num_models > 1:
         raise SettingsInvalid("served_model_name is of one model, and there are several: their names are in model.")
-    given = {
-        key: getattr(settings, key) for key in settings.model_fields_set if key not in ("model", "served_model_name")
-    }
+    replaced = {"model", "served_model_name"}
+    if not table.keys().isdisjoint(KEY_SETTINGS):
+        replaced |= {*KEY_SETTINGS}
+    given = {key: getattr(settings, key) for key in settings.model_fields_set - replaced}
     aliases = parse_names(table.get("served_model_name", settings.served_model_name))
     names = {"model": table.get("model"), "served_model_name": tuple(dict.fromkeys((name, *aliases)))}
     try:

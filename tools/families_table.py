@@ -9,8 +9,9 @@ from pathlib import Path
 from textwrap import fill
 
 from app.models.decoders.families import DECODER_FAMILIES, UNSUPPORTED
+from app.models.transformers_config import CAUSAL, SEQ_TO_SEQ
 from tools.generated_page import write_or_check
-from tools.transformers_classes import RESULTS, is_served
+from tools.transformers_classes import RESULTS, is_served, names_in
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 HEAD = """# Families of decoders
@@ -50,12 +51,10 @@ any length.
 
 ## Served
 
-A class with a slash is served with the text model of the type after it.
-
-**Pictures in chats** are read with SmolVLM, Idefics 3, LLaVA, LLaVA-NeXT (Granite vision too), LLaVA-OneVision, InternVL
-and Ovis 2, on processors, with the extra `transformers`, whose part is loaded for the first one. A picture that was asked
-about before is not computed again. It is sent in a user's message as a data URL or base64: JPEG, PNG, WebP, GIF, BMP or
-TIFF of up to 64 megapixels, at most `max_images`. Addresses, several frames and 32 bits in a channel are refused.
+A class with a slash is served with the text model of the type after it. **Pictures in chats** are read with SmolVLM,
+Idefics 3, LLaVA, LLaVA-NeXT (Granite vision too), LLaVA-OneVision, InternVL and Ovis 2, on processors, with the extra
+`transformers`, whose part is loaded for the first one: a data URL or base64 in a user's message, no address, as JPEG, PNG,
+WebP, GIF, BMP or TIFF of one frame and up to 64 megapixels, at most `max_images`.
 
 | `architectures` | models | `architectures` | models | `architectures` | models | `architectures` | models |
 |---|---|---|---|---|---|---|---|
@@ -64,11 +63,17 @@ BY_TRANSFORMERS = """
 ## Computed by transformers
 
 With the extra (`pip install 'armature-serve[transformers]'`) the library of that name computes every other class of its
-causal mapping, in BF16 or FP32, with our scheduler, sampling and APIs; `--engine transformers` asks for it also where
-a family is native. The plan says what is missing there. Code of a checkpoint's own is never run (`trust_remote_code`
-stays off). A loaded model is tried: its rows are batched and its prompts computed in parts only if that gives the same
-logits. `python -m tools.transformers_classes` serves a tiny checkpoint of each class, whose greedy text must be that of
-`generate`, alone and in a crowd: {served} of {total} classes pass.
+causal mapping and its mapping from text to text, in BF16 or FP32, with our scheduler, sampling and APIs; `--engine
+transformers` asks for it also where a family is native. The plan says what is missing there. Code of a checkpoint's own
+is never run (`trust_remote_code` stays off). A loaded model is tried: its rows are batched and its prompts computed in
+parts only if that gives the same logits. `python -m tools.transformers_classes` serves a tiny checkpoint of each class,
+whose greedy text must be that of `generate`, alone and in a crowd: {causal} causal classes and {text} from text to text
+(T5, BART, Marian, NLLB) pass.
+
+A model from text to text reads a source: the prompt, or a chat's last message of the user. `source_lang` and `target_lang`
+are codes of its tokenizer (`fra_Latn`, `fr_XX`, `fr`), or of a task in config.json's `task_specific_params`, whose prefix
+begins the text. Defaults are those of `generate`: the likeliest text, with generation_config.json's beams, lengths and
+forced tokens; `use_beam_search: false` or a temperature turns its beams off.
 """
 REFUSED = """
 ## Not native
@@ -88,18 +93,23 @@ def page() -> str:
     return HEAD + "".join(served) + by_transformers() + REFUSED + "".join(refused)
 
 
+def short(name: str) -> str:
+    return name.removesuffix("ForCausalLM").replace("ForConditionalGeneration", " (text to text)")
+
+
 def by_transformers() -> str:
     results: dict[str, str] = json.loads(RESULTS.read_text(encoding="utf-8"))
-    passed = sum(map(is_served, results.values()))
-    alone = [name.removesuffix("ForCausalLM") for name, result in results.items() if result == "one by one"]
-    others = [
-        f"{name.removesuffix('ForCausalLM')} ({result.partition(':')[0]})"
-        for name, result in results.items()
-        if not is_served(result)
-    ]
-    said = f"Not batched: {', '.join(alone)}.\n\nDo not pass: {', '.join(others)}."
-    text = BY_TRANSFORMERS.format(served=passed, total=len(results)).rstrip("\n")
-    return text + "\n\n" + "\n".join(fill(part, 120) for part in said.split("\n")) + "\n"
+    causal, text = (
+        f"{sum(is_served(results[name]) for name in names)} of {len(names)}"
+        for names in (results.keys() & names_in(CAUSAL), results.keys() & names_in(SEQ_TO_SEQ))
+    )
+    failing: dict[str, list[str]] = {}
+    for name, result in results.items():
+        if not is_served(result):
+            failing.setdefault(result.partition(":")[0], []).append(short(name))
+    said = "Do not pass: " + "; ".join(f"{why}: {', '.join(names)}" for why, names in failing.items()) + "."
+    before = BY_TRANSFORMERS.format(causal=causal, text=text).rstrip("\n")
+    return f"{before}\n\n{fill(said, 120)}\n"
 
 
 def main(arguments: list[str]) -> int:

@@ -1,10 +1,10 @@
-"""Serve a tiny random checkpoint of each of transformers' causal classes: `python -m tools.transformers_classes [NAME ...]`.
+"""Serve a tiny random checkpoint of each of transformers' classes that generate text: `python -m tools.transformers_classes [NAME ...]`.
 
 tests/support must be on PYTHONPATH.
 
 Greedy completions must equal those of the library's own `generate`, alone and in a crowd of three prompts. Without names
-all classes are tried, and the results are written to tools/transformers_classes.json, from which
-`make docs` writes docs/families.md.
+all classes are tried. The results are written to tools/transformers_classes.json, from which `make docs` writes
+docs/families.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib import import_module
 from multiprocessing import Pipe, get_context
 from pathlib import Path
 
-from app.models.transformers_config import causal_classes
+from app.models.transformers_config import CAUSAL, SEQ_TO_SEQ, class_table
 
 RESULTS = Path(__file__).with_suffix(".json")
 SECONDS = 180  # for one class
@@ -31,18 +31,22 @@ def main(names: list[str]) -> int:
     for module in ("transformers_checkpoints", "app.engine.transformers.generation", "app.server.prepare"):
         import_module(module)  # once, for all processes
     torch.set_num_threads(1)
-    results: dict[str, str] = {}
-    for name in names or sorted({name for listed in (causal_classes() or {}).values() for name in listed}):
+    results: dict[str, str] = json.loads(RESULTS.read_text(encoding="utf-8")) if names else {}
+    for name in names or sorted({*names_in(CAUSAL), *names_in(SEQ_TO_SEQ)}):
         results[name] = outcome(name)
         print(f"{name}: {results[name]}", flush=True)
     print(f"{sum(map(is_served, results.values()))} of {len(results)}")
-    if not names:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
     return 0
 
 
+def names_in(table: str) -> set[str]:
+    """Return the classes of one of the library's tables."""
+    return {name for listed in (class_table(table) or {}).values() for name in listed}
+
+
 def is_served(result: str) -> bool:
-    return result in ("batched", "one by one")
+    return result in ("batched", "batched by length", "one by one")
 
 
 def outcome(name: str) -> str:
@@ -76,7 +80,8 @@ def try_class(name: str) -> str:
             differing = differing_prompts(engine, model)
         except Exception as error:  # noqa: BLE001  # the reason is the result
             return f"not served: {first_line(error)}"
-    return f"differs: {', '.join(differing)}" if differing else "batched" if engine.runner.batches else "one by one"
+    how = {"padded": "batched", "equal": "batched by length", "alone": "one by one"}[engine.runner.batches]
+    return f"differs: {', '.join(differing)}" if differing else how
 
 
 def first_line(error: Exception) -> str:

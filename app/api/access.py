@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -76,50 +76,60 @@ def is_loopback_name(name: str) -> bool:
 
 
 class ApiKeys:
-    """Hashes of the keys that clients may send. They follow changes of `file`; None: the keys never change.
+    """Hashes of the keys that clients may send. They follow changes of `files`; none: the keys never change.
 
-    `read` returns all keys, and raises a `StartupError` if the file has none.
+    `read` returns all keys, for several models each with the names of the models that it may use, and raises a
+    `StartupError` if a file has none.
     """
 
-    def __init__(self, read: Callable[[], Collection[str]], file: Path | None = None) -> None:
-        self._read, self._file = read, file
-        self._seen, self._is_recent, self._failure = self._signature(), file is not None, ""
-        self._hashes = tuple(_hash(key.encode()) for key in read())
+    def __init__(self, read: Callable[[], Collection[str] | Mapping[str, frozenset[str]]], *files: Path) -> None:
+        self._read, self._files = read, files
+        self._seen, self._is_recent, self._failure = self._signatures(), bool(files), ""
+        self._models = self._read_hashes()
 
     def __len__(self) -> int:
-        return len(self._hashes)
+        return len(self._models)
 
-    def current(self) -> tuple[bytes, ...]:
-        """Return the hashes of the present keys. A file that cannot be used leaves the keys as they were."""
-        if self._file is not None:
-            found = self._signature()
+    def current(self) -> Mapping[bytes, frozenset[str] | None]:
+        """Return the hashes of the present keys, with their models; None: all. Bad files leave the keys as they were."""
+        if self._files:
+            found = self._signatures()
             if found != self._seen or self._is_recent:
                 self._seen = found
-                self._is_recent = found is not None and time.time() - found[0] / 1e9 < _RECENT_SECONDS
+                changed = max((one[0] for one in found if one is not None), default=0)
+                self._is_recent = time.time() - changed / 1e9 < _RECENT_SECONDS
                 self.read()
-        return self._hashes
+        return self._models
 
     def read(self) -> None:
         """Read the keys now; log it if they have changed, or why they cannot be used."""
         try:
-            hashes = tuple(_hash(key.encode()) for key in self._read())
+            now = self._read_hashes()
         except StartupError as error:
             if error.message != self._failure:
                 log.error("the API keys stay as they were: %s", error.message)
             self._failure = error.message
             return
         self._failure = ""
-        if hashes != self._hashes:
-            added, removed = len(set(hashes) - set(self._hashes)), len(set(self._hashes) - set(hashes))
+        if now != self._models:
+            added, removed = len(now.keys() - self._models.keys()), len(self._models.keys() - now.keys())
             log.warning("the API keys have changed: %d are new, %d are no longer accepted", added, removed)
-        self._hashes = hashes
+        self._models = now
 
-    def _signature(self) -> tuple[int, int, int] | None:
-        try:
-            found = self._file.stat() if self._file is not None else None
-        except OSError:
-            return None
-        return None if found is None else (found.st_mtime_ns, found.st_ino, found.st_size)
+    def _read_hashes(self) -> dict[bytes, frozenset[str] | None]:
+        keys = self._read()
+        models = keys if isinstance(keys, Mapping) else dict.fromkeys(keys)
+        return {_hash(key.encode()): names for key, names in models.items()}
+
+    def _signatures(self) -> list[tuple[int, int, int] | None]:
+        found: list[tuple[int, int, int] | None] = []
+        for file in self._files:
+            try:
+                status = file.stat()
+                found.append((status.st_mtime_ns, status.st_ino, status.st_size))
+            except OSError:
+                found.append(None)
+        return found
 
 
 class AccessControl:
@@ -141,7 +151,9 @@ class AccessControl:
         self._limiter = None if limits == (None, None) else RateLimiter(*limits)
 
     def check(self, scope: Scope) -> Account | None:
-        """Return the client's account, or None if there are no limits; note in the scope's state if it has a key.
+        """Return the client's account, or None if there are no limits.
+
+        Note in the scope's state if it has a key, and the models that the key may use.
 
         Raises:
             InvalidRequest: The request names no host, or another one.
@@ -161,7 +173,9 @@ class AccessControl:
             return None
         if self._hosts and scope.get("client") and not self._is_allowed(host):
             raise InvalidRequest("This server does not answer to the host name in the request's header `Host`.")
-        key = self._find_key(scope) if self._needs_key else None
+        key, models = self._find_key(scope) if self._needs_key else (None, None)
+        if models is not None:
+            scope["state"]["models"] = models
         has_key = scope["state"]["has_key"] = key is not None or not self._needs_key
         # Wrong keys count too, so that they cannot be tried without end.
         account = (
@@ -176,14 +190,15 @@ class AccessControl:
             )
         return account
 
-    def _find_key(self, scope: Scope) -> bytes | None:
+    def _find_key(self, scope: Scope) -> tuple[bytes | None, frozenset[str] | None]:
+        """Return the hash of the request's key, None without one, and the models that it may use, None: all."""
         scheme, _, key = header(scope, b"authorization").partition(b" ")
         if scheme.lower() != b"bearer":
             key = header(scope, b"x-api-key")  # of Anthropic's clients
-        offered = _hash(key.strip())
+        offered, models = _hash(key.strip()), self._keys.current()
         # Every key is compared, in constant time, so that the duration reveals nothing about the keys.
-        known = sum(hmac.compare_digest(offered, expected) for expected in self._keys.current())
-        return offered if known else None
+        known = sum(hmac.compare_digest(offered, expected) for expected in models)
+        return (offered, models[offered]) if known else (None, None)
 
     def _allows(self, host: bytes | None) -> bool:
         if host is None:

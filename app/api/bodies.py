@@ -21,6 +21,7 @@ from app.errors import BodyTooLarge, InvalidRequest, Overloaded, RequestError
 
 MAX_BODY_BYTES = 16 * 2**20  # several times a context of a million tokens as text
 MAX_TENSOR_BODY_BYTES = 4 * MAX_BODY_BYTES  # 100 images of 224 × 224 in FP32; binary tensors are not parsed
+SOUND_PATHS = ("/v1/audio/", "/pipeline/automatic-speech-recognition")  # an hour of speech as MP3, 30 minutes as WAV
 TENSOR_HEADER = b"inference-header-content-length"
 SMALL_BODY_BYTES = 64 * 1024  # of a body that takes no share of the memory
 SCAN_BYTES = 64 * 1024  # of a body that is not checked while it arrives
@@ -311,9 +312,9 @@ class ArrivingBody:
 
 
 def _body_limit(scope: Scope) -> int:
-    """Return the body size limit. Bodies with a header that says where their tensors begin may be larger."""
+    """Return the body size limit. Bodies with a header that says where their tensors begin, and sounds, may be larger."""
     has_tensors = scope["path"].startswith("/v2/") and header(scope, TENSOR_HEADER)
-    return MAX_TENSOR_BODY_BYTES if has_tensors else MAX_BODY_BYTES
+    return MAX_TENSOR_BODY_BYTES if has_tensors or scope["path"].startswith(SOUND_PATHS) else MAX_BODY_BYTES
 
 
 def too_large(limit: int) -> BodyTooLarge:

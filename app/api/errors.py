@@ -23,6 +23,7 @@ from app.errors import (
     ModelNotFound,
     NotReady,
     Overloaded,
+    PermissionDenied,
     RequestError,
     RequestTimeout,
     ServiceStopping,
@@ -34,6 +35,7 @@ from app.errors import (
 STATUS_CODES: Mapping[type[ArmatureError], int] = {
     InvalidRequest: 400,
     Unauthorized: 401,
+    PermissionDenied: 403,
     ModelNotFound: 404,
     BodyTooLarge: 413,
     Overloaded: 429,

@@ -17,6 +17,7 @@ from app.api.llama_cpp import routes as llama_cpp
 from app.api.native.routes import NATIVE
 from app.api.oip import routes as oip
 from app.api.ollama.routes import OLLAMA
+from app.api.openai import audio
 from app.api.openai import routes as openai
 from app.api.openai.schemas import OPENAI_ERRORS, ChatCompletion, ChatCompletionChunk, TextCompletion
 from app.api.openai_responses.routes import RESPONSES
@@ -25,6 +26,7 @@ from app.api.routing import BODY_ERRORS, OTHER, ApiCall, ApiRuntime, Dialect, Ro
 from app.api.schemas import Body
 from app.api.server import load_report
 from app.api.server import routes as server
+from app.api.tasks import routes as tasks
 from app.errors import InvalidRequest, RequestError
 from app.service.prompt import prompt_too_long
 from app.service.served_model import ServedDecoder
@@ -87,6 +89,7 @@ async def invocations(call: ApiCall) -> Response:
 DIALECTS = (
     server.PROBES,
     server.SERVER,
+    audio.AUDIO,
     openai.OPENAI,
     load_report.SGLANG,
     RESPONSES,
@@ -100,7 +103,9 @@ DIALECTS = (
     encoders.VLLM,
     SAGEMAKER,
     encoders.TEI,
-    encoders.TEI_ROOT,
+    tasks.ROOT,
+    tasks.HUGGING_FACE,
+    tasks.MODELS,
     oip.PROBES,
     oip.OIP,
     encoders.COHERE,

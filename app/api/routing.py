@@ -15,11 +15,11 @@ import random
 import re
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import UnionType
-from typing import Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, Protocol, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
@@ -31,13 +31,14 @@ from starlette.types import Receive, Scope, Send
 from app.api.access import NO_RULES, AccessRules, ApiKeys
 from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
+from app.api.forms import is_form, read_form
 from app.api.schemas import LOOP_BYTES, Body, parse_body
-from app.api.streaming import EventEncoding, Generation, merge_streams, respond, server_timing
-from app.errors import InvalidRequest, ModelNotFound, RequestError, UnsupportedParameter
+from app.api.streaming import NDJSON, EarlyStream, EventEncoding, Generation, merge_streams, respond, server_timing
+from app.errors import InvalidRequest, ModelNotFound, PermissionDenied, RequestError, UnsupportedParameter
 from app.metrics.instruments import Api, Metrics, refusal_of
 from app.service.request_log import CLIENT_REQUEST
 from app.service.requests import DirectOutput, Encoded, EncodingRequest
-from app.service.served_model import ServedDecoder
+from app.service.served_model import ServedDecoder, ServedTasks
 from app.service.service import Service
 from app.tracing.request_trace import Tracer
 
@@ -76,7 +77,7 @@ class ModelNames:
     accepts_any_path: bool = False
 
 
-Task = Literal["generate", "encode", "embed", "classify", "rerank", "infer"]
+Task = Literal["generate", "encode", "embed", "classify", "rerank", "infer", "task"]
 ModelState = Literal["unloaded", "loading", "ready", "failed", "unloading"]
 
 
@@ -140,9 +141,6 @@ class Models(Protocol):
 
     def find(self, name: str) -> ServedEntry | None: ...
 
-    def default(self, task: Task | None) -> ServedEntry:
-        """Return the model of a request that names none: the first one for the task that has not failed."""
-
     async def enter(self, entry: ServedEntry) -> None:
         """Wait until the model is ready, and keep it loaded until `leave`.
 
@@ -162,6 +160,35 @@ class Models(Protocol):
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
         """Return the exposition of all models, each sample with the label `model`."""
+
+
+class PermittedModels:
+    """The models that a key may use, for its requests; everything else is as with all models."""
+
+    def __init__(self, models: Models, names: frozenset[str]) -> None:
+        self._models, self._names = models, names
+
+    @property
+    def entries(self) -> Sequence[ServedEntry]:
+        return [entry for entry in self._models.entries if entry.name in self._names]
+
+    def find(self, name: str) -> ServedEntry | None:
+        """Return the model of a name. Raises `PermissionDenied`."""
+        if (entry := self._models.find(name)) is not None and entry.name not in self._names:
+            raise PermissionDenied(f"The request's API key may not use the model {name[:100]!r}.", field="model")
+        return entry
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._models, name)
+
+
+def default_model(models: Models, task: Task | None) -> ServedEntry:
+    """Return the model of a request that names none: the first one for the task that has not failed."""
+    able = [entry for entry in models.entries if task is None or task in entry.tasks]
+    if not able and task in ("embed", "rerank", "classify"):
+        able = [entry for entry in models.entries if "encode" in entry.tasks]
+    able = able or list(models.entries)
+    return next((entry for entry in able if entry.state != "failed"), able[0])
 
 
 class NewNames:
@@ -249,9 +276,10 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        if error.field is not None and error.field in names:
-            error.message = error.message.replace(error.field, names[error.field])
-            error.field = names[error.field]
+        name, bracket, place = (error.field or "").partition("[")
+        if name in names:
+            error.message = error.message.replace(name, names[name])
+            error.field = names[name] + bracket + place
         raise
 
 
@@ -260,6 +288,8 @@ def check_model(runtime: ApiRuntime, name: str | None, *, in_path: bool = False)
 
     None and names of the model itself are the model. `in_path`: the name is not in a body. Raises `ModelNotFound`.
     """
+    if name is not None and runtime.models is not None:
+        known_model(runtime.models, name)  # a wrong name is refused while no model is loaded too
     served, names = runtime.service.model.name, runtime.names
     if name is None or name == served or name in names.aliases:
         return served
@@ -290,16 +320,18 @@ def controlled_models(call: ApiCall) -> Models:
 def known_model(models: Models, name: str) -> ServedEntry:
     """Return the model of a name. Raises `ModelNotFound`."""
     if (entry := models.find(name)) is None:
-        raise ModelNotFound(
-            f"The model {name[:100]!r} is not served here; {_known_names(models.default(None).runtime)}.", field="model"
-        )
+        raise ModelNotFound(f"The model {name[:100]!r} is not served here; {_models_names(models)}.", field="model")
     return entry
 
 
 def _known_names(runtime: ApiRuntime) -> str:
-    if runtime.models is None:
-        return f"{', '.join(map(repr, served_names(runtime)[:_MAX_NAMES]))} is"
-    names = [repr(entry.name) for entry in runtime.models.entries[:_MAX_MODELS]]
+    if runtime.models is not None:
+        return _models_names(runtime.models)
+    return f"{', '.join(map(repr, served_names(runtime)[:_MAX_NAMES]))} is"
+
+
+def _models_names(models: Models) -> str:
+    names = [repr(entry.name) for entry in models.entries[:_MAX_MODELS]]
     return f"{', '.join(names)} are" if len(names) > 1 else f"{names[0]} is"
 
 
@@ -344,16 +376,15 @@ class Encoding(Generic[T]):
 
 
 class _NamedBody(BaseModel):
-    """What a body says about its model. `name` is Ollama's, `lora_name` an adapter's."""
+    """What a body says about its model and its response. `name` is Ollama's, `lora_name` an adapter's."""
 
     model: Any = None
     name: Any = None
     lora_name: Any = None
+    stream: Any = None
 
-
-def _name_in(content: bytes | bytearray) -> str | None:
-    body = _NamedBody.model_validate_json(content)
-    return next((each for each in (body.model, body.name, body.lora_name) if isinstance(each, str)), None)
+    def model_name(self) -> str | None:
+        return next((each for each in (self.model, self.name, self.lora_name) if isinstance(each, str)), None)
 
 
 class ApiCall:
@@ -378,37 +409,47 @@ class ApiCall:
     async def forward(self, route: Route) -> Response:
         call = ApiCall(route, self.request)
         if call.runtime.models is not None:
-            await call.choose_model(call.runtime.models)
+            await call.choose_model(call.runtime.models, None)
         return await route.respond(call)
 
-    async def choose_model(self, models: Models) -> None:
+    async def choose_model(self, models: Models, early: EarlyStream | None) -> None:
         """Let the model that the request names serve it, or else the first one that can; `leave_model` must follow.
 
         The name is in the path, in the query, or in the body. A wrong one is left to the route, which refuses it.
+        `early` tells a client that wants a stream how far loading is.
         """
+        permitted: frozenset[str] | None = self.request.scope["state"].get("models")
+        seen = models if permitted is None else cast(Models, PermittedModels(models, permitted))
         name = self.request.path_params.get("name") or self.request.query_params.get("model")
-        if name is None and self.request.method == "POST":
-            name = await self._named_in_body()
-        found = None if name is None else models.find(name)
-        entry = found or models.default(self.route.task)
+        is_read = self.request.method == "POST" and (name is None or early is not None)
+        body = await self._named_in_body() if is_read else _NamedBody()
+        name = name or body.model_name()
+        found = None if name is None else seen.find(name)
+        entry = found or default_model(seen, self.route.task)
         self.leave_model(models)
         if self.route.loads and (name is None or found is not None):  # a wrong name loads nothing
-            await models.enter(entry)
-            self.request.scope["state"][ENTERED_MODEL] = entry
+            streams = self.route.always_streams if body.stream is None else body.stream
+            is_told = early is not None and streams and entry.state != "ready"
+            async with early.waiting(lambda: entry.stage) if early is not None and is_told else nullcontext():
+                await models.enter(entry)
+                self.request.scope["state"][ENTERED_MODEL] = entry
             if (client_request := CLIENT_REQUEST.get()) is not None:
                 client_request.model = entry.name
-        self.runtime = entry.runtime
+        self.runtime = entry.runtime if seen is models else replace(entry.runtime, models=seen)
 
     def leave_model(self, models: Models) -> None:
         if (entry := self.request.scope["state"].pop(ENTERED_MODEL, None)) is not None:
             models.leave(entry)
 
-    async def _named_in_body(self) -> str | None:
-        content = await self.read()
+    async def _named_in_body(self) -> _NamedBody:
+        content, kind = await self.read(), self.request.headers.get("content-type", "")
         try:
-            return await run_beside_loop(len(content), _name_in, content)
-        except ValidationError:  # the route says what is wrong with the body
-            return None
+            if is_form(kind):
+                named = next(iter(read_form(kind, content).get("model", ())), None)
+                return _NamedBody(model=None if named is None else named.decode("utf-8", "replace"))
+            return await run_beside_loop(len(content), _NamedBody.model_validate_json, content)
+        except (ValidationError, InvalidRequest):  # the route says what is wrong with the body
+            return _NamedBody()
 
     async def read(self) -> bytes | bytearray:
         """Return the body's bytes; none once a large body was parsed."""
@@ -436,12 +477,15 @@ class ApiCall:
 
         Raises `InvalidRequest` if the content type is not JSON, or the body is empty or does not match.
         """
+        self.check_json()
+        return await self.translate(self._parse)
+
+    def check_json(self) -> None:
         headers = self.request.headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         is_checked = self.route.dialect.needs_type or "origin" in headers
         if is_checked and kind != "application/json" and not kind.endswith("+json"):
             raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
-        return await self.translate(self._parse)
 
     async def translate(self, function: Callable[[bytes | bytearray], T]) -> T:
         """Return the function's result for the body. A large body is translated in a thread, beside the event loop.
@@ -488,6 +532,7 @@ class Route:
         find_model: Return the name that answers have for the name in a body, or in the path.
         task: What a model must do for it; None: any does.
         loads: It waits until its model is loaded.
+        by_task: The function in place of `serve` for a model that does tasks.
         openapi: Further options of FastAPI's path operation, for the OpenAPI document.
     """
 
@@ -513,11 +558,17 @@ class Route:
     openapi: Mapping[str, Any] = field(default_factory=dict)
     task: Task | None = None
     loads: bool = False
+    by_task: Callable[[ApiCall, Any, ServedTasks], Awaitable[Response]] | None = None
 
     @cached_property
     def path_format(self) -> str:
         """The path without its parameters' types, `/v1/models/{name}`."""
         return compile_path(self.path)[1]
+
+    @property
+    def always_streams(self) -> bool:
+        """True if its response is a stream where the body does not say."""
+        return self.encoding is not None and (self.response is None or self.encoding.media_type == NDJSON)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -657,11 +708,15 @@ async def _encode(call: ApiCall) -> Response:
     await call.choose_errors()
     with renamed_fields(route.field_names):
         with count_refusals(runtime.metrics, route.api):
-            served = runtime.service.encoder  # another kind of model is refused whatever the body is
+            model = runtime.service.model
+            tasks = model if isinstance(model, ServedTasks) and route.by_task is not None else None
+            encoder = None if tasks else runtime.service.encoder  # another kind is refused whatever the body is
             body = await call.parse()
             if "model" in type(body).model_fields:
                 route.find_model(call, body)
-            encoding = await route.serve(call, body, served)
+            if tasks is not None and route.by_task is not None:
+                return await route.by_task(call, body, tasks)
+            encoding = await route.serve(call, body, encoder)
         if not isinstance(encoding, Encoding):
             return _rendered(encoding)
         encoded = await runtime.service.encode(encoding.request)
@@ -701,10 +756,15 @@ class RouteTable:
             response = await route.respond(call)
             await response(scope, receive, send)
             return
+        early = None if route.encoding is None else EarlyStream(route.encoding, send)
         try:
-            await call.choose_model(models)
+            await call.choose_model(models, early)
             response = await route.respond(call)
-            await response(scope, receive, send)
+            await response(scope, receive, send if early is None else early.send)
+        except RequestError as error:
+            if early is None or not early.has_begun:
+                raise
+            await early.fail(error)
         finally:
             call.leave_model(models)
 

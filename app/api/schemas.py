@@ -266,7 +266,18 @@ class SamplingFields(Body):
         given["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's value for all tokens
         given["include_stop"] = given.pop("include_stop_str_in_output")
         given["logit_bias"] = tuple(_token_biases(self.logit_bias or {}))
-        return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
+        given = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{**_fitting(defaults, given), **given})
+
+
+def _fitting(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults that agree with what is given: beams only without sampling, a least length below the most."""
+    fitting = dict(defaults)
+    if given.get("temperature") or given.get("n", 1) > 1 or given.get("logprob_token_ids"):
+        fitting.pop("beam_width", None)
+    if "min_tokens" in fitting:
+        fitting["min_tokens"] = min(fitting["min_tokens"], given.get("max_tokens", fitting["min_tokens"]))
+    return fitting
 
 
 def _token_biases(biases: Mapping[str, float]) -> Iterator[tuple[int, float]]:

@@ -11,11 +11,12 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.api.errors import ErrorFormat, to_http_error
 from app.errors import RequestError
@@ -36,6 +37,9 @@ from app.text.tool_calls import ToolCallDelta
 
 SSE = "text/event-stream"
 NDJSON = "application/x-ndjson"
+# Makes proxies forward each event immediately.
+_UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+COMMENT_SECONDS = 5.0  # between signs of life of a stream whose model is loading; proxies wait for 30 s and more
 DONE = b"data: [DONE]\n\n"
 # In an event that `StartedStream.write_directly` takes: the place of a value that differs.
 SLOT = "\ue000\ue001\ue000"
@@ -156,9 +160,8 @@ class EventStreamResponse(StreamingResponse):
         media_type: str = SSE,
         direct: DirectOutput | None = None,
     ) -> None:
-        # no-cache and x-accel-buffering make proxies forward each event immediately.
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        super().__init__(events, media_type=media_type, headers=headers)
+        unbuffered = {name.decode(): value.decode() for name, value in _UNBUFFERED}
+        super().__init__(events, media_type=media_type, headers={**unbuffered, **headers})
         self._source, self._direct = source, direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -324,6 +327,50 @@ class EventEncoding:
     encode: Callable[[Mapping[str, Any]], bytes] = format_sse
     last: bytes = b""
     media_type: str = SSE
+
+
+class EarlyStream:
+    """The response of a streamed request whose model is still loading.
+
+    Comments with the stage, or white space between lines of JSON, keep proxies from closing the connection. The first
+    one is sent after some seconds, so that most errors still have their status; later ones end the stream.
+    """
+
+    def __init__(self, encoding: EventEncoding, send: Send) -> None:
+        self._encoding, self._send = encoding, send
+        self.has_begun = False
+
+    @asynccontextmanager
+    async def waiting(self, stage: Callable[[], str]) -> AsyncIterator[None]:
+        """Send comments in the block."""
+        commenting = asyncio.create_task(self._comment(stage))
+        try:
+            yield
+        finally:
+            commenting.cancel()
+            await asyncio.wait({commenting})
+
+    async def _comment(self, stage: Callable[[], str]) -> None:
+        while True:
+            await asyncio.sleep(COMMENT_SECONDS)
+            if not self.has_begun:
+                self.has_begun = True
+                headers = [(b"content-type", self._encoding.media_type.encode()), *_UNBUFFERED]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            is_sse = self._encoding.media_type == SSE
+            await self._write(f": {' '.join(stage().split())}\n\n".encode() if is_sse else b" ")
+
+    async def _write(self, content: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+
+    async def send(self, message: Message) -> None:
+        """Forward a message of the response, whose start was sent already."""
+        if not self.has_begun or message["type"] != "http.response.start":
+            await self._send(message)
+
+    async def fail(self, error: RequestError) -> None:
+        note_error(error.code)
+        await self._write(self._encoding.encode(self._encoding.errors.body(to_http_error(error))))
 
 
 async def respond(

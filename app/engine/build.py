@@ -43,6 +43,7 @@ _BUILDERS: Mapping[tuple[str, bool], tuple[str, str]] = {
 # The same by kind, for models that the library transformers computes, on any device.
 _TRANSFORMERS: Mapping[str, tuple[str, str]] = {
     "decoder": ("app.engine.transformers.build", "build_transformers_engine"),
+    "encoder": ("app.engine.transformers.build", "build_transformers_engine"),
 }
 
 

@@ -40,7 +40,7 @@ Clock = Callable[[], float]
 Exemplar = dict[str, str]  # trace_id and span_id in hexadecimal
 Api = Literal[
     "chat", "completions", "responses", "messages", "ollama", "llama_cpp",
-    "embeddings", "rerank", "classify", "native", "oip",
+    "embeddings", "rerank", "classify", "tasks", "native", "oip",
 ]  # fmt: skip
 # Why a request was not admitted: it can never be served, the queue is full, or the server does not serve at present.
 Refusal = Literal["invalid", "overloaded", "unavailable"]
@@ -298,6 +298,11 @@ class Metrics:
         if not is_known:
             self._picture_seconds.observe(seconds)
 
+    def speech_recognized(self, audio_seconds: float, seconds: float) -> None:
+        """Record a sound of so many seconds, whose request took `seconds`."""
+        self._audio_seconds.inc(audio_seconds)
+        self._real_time_factor.observe(seconds / max(audio_seconds, 1e-3))
+
     def wait_measured(self, predicted_seconds: float, seconds: float) -> None:
         """Record the error of a wait for the first token, or for all vectors, predicted when the request was sent."""
         self._wait_error.observe(abs(predicted_seconds - seconds) / max(seconds, 1e-9))
@@ -373,6 +378,10 @@ class Metrics:
             self._pictures.labels(kind)
         picture_help = "Time in which a picture was decoded and its vectors were made."
         self._picture_seconds = self.histogram("picture_seconds", picture_help, SECONDS_BUCKETS)
+        self._audio_seconds = self.counter("audio_seconds", "Seconds of sounds whose speech was recognized.")
+        self._real_time_factor = self.histogram(
+            "audio_real_time_factor", "Time of a request over the duration of its sound.", RATIO_BUCKETS
+        )
         draft_help = "Draft tokens computed (drafted), and those that equal the model's sampled tokens (accepted)."
         self._speculation = self.counter("speculation_tokens", draft_help, "kind")
         for kind in ("drafted", "accepted"):

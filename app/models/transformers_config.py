@@ -17,10 +17,11 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 
 INSTALL = "pip install 'armature-serve[transformers]'"
-_TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+CAUSAL, SEQ_TO_SEQ = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
 _UNLIMITED_LEN = 32_768  # of a model whose config.json has no longest context, such as one with states
 # Names of the same value in different classes, the usual one first.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+_DECODER_LAYERS = ("decoder_layers", "num_decoder_layers", *_LAYERS)  # of a model with an encoder too
 _LAYER_LISTS = ("layers_block_type", "layer_types")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_dim")
 _HEADS = (
@@ -32,13 +33,17 @@ _LENGTHS = (
     *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length"),
     *("max_target_positions", "context_length"),
 )
+_SOURCE_LENGTHS = ("max_source_positions", "max_encoder_position_embeddings", *_LENGTHS)
+_TARGET_LENGTHS = ("max_target_positions", "max_decoder_position_embeddings", *_LENGTHS)
+# Positions are counted from each other in these, so any length has one: what is trained is a length, not a bound.
+_RELATIVE = ("relative_attention_num_buckets", "rope_theta", "rope_parameters")
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersConfig:
     """The values of a config.json by which a plan counts memory. Loading measures what a token really takes."""
 
-    kind: ClassVar[Literal["decoder"]] = "decoder"
+    kind: ClassVar[Literal["decoder", "encoder"]] = "decoder"
 
     architecture: str
     vocab_size: int
@@ -47,33 +52,53 @@ class TransformersConfig:
     hidden_size: int
     num_kv_heads: int
     head_dim: int
+    max_source_len: int = 0  # of a model with an encoder, which reads the prompt; 0: it has none
+    max_target_len: int = 0  # of its completion
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> TransformersConfig:
-        """Read a config.json of a class in transformers' causal mapping. Raises `CheckpointInvalid` for any other."""
-        architecture = _causal_class(values)
-        text = ConfigReader(values).section("text_config")
-        config = text if text.values else ConfigReader(values)
+        """Read a config.json of a class that generates text. Raises `CheckpointInvalid` for any other."""
+        architecture = _generating_class(values)
+        has_encoder = values.get("is_encoder_decoder") is True
+        section = ConfigReader(values).section("decoder" if has_encoder else "text_config")
+        config = section if section.values else ConfigReader(values)
         lists = [config.values[name] for name in _LAYER_LISTS if isinstance(config.values.get(name), list)]
-        layers, hidden = _integer(config, _LAYERS, len(lists[0]) if lists else None), _integer(config, _HIDDEN)
-        heads = _integer(config, _HEADS, 1)
-        kv_heads = _integer(config, _KV_HEADS, heads)
-        head_dim = _integer(config, ("head_dim", "d_kv", "kv_channels"), max(1, hidden // heads))
-        length = _integer(config, _LENGTHS, _UNLIMITED_LEN)
-        return cls(architecture, config.integer("vocab_size"), length, layers, hidden, kv_heads, head_dim)
+        layer_names = _DECODER_LAYERS if has_encoder else _LAYERS
+        layers, hidden = (
+            first_integer(config, layer_names, len(lists[0]) if lists else None),
+            first_integer(config, _HIDDEN),
+        )
+        heads = first_integer(config, _HEADS, 1)
+        kv_heads = first_integer(config, _KV_HEADS, heads)
+        head_dim = first_integer(config, ("head_dim", "d_kv", "kv_channels"), max(1, hidden // heads))
+        vocab_size = first_integer(
+            config, ("decoder_vocab_size", "tgt_vocab_size", "vocab_size") if has_encoder else ("vocab_size",)
+        )
+        source, target = 0, first_integer(config, _LENGTHS, _UNLIMITED_LEN)
+        if has_encoder:
+            read = ConfigReader(values).section("encoder")
+            read = read if read.values else config
+            is_relative = any(config.values.get(name) is not None for name in _RELATIVE)
+            source, target = (
+                _UNLIMITED_LEN // 2 if is_relative else first_integer(part, names, _UNLIMITED_LEN // 2)
+                for part, names in ((read, _SOURCE_LENGTHS), (config, _TARGET_LENGTHS))
+            )
+        target_len = target if has_encoder else 0
+        return cls(architecture, vocab_size, source + target, layers, hidden, kv_heads, head_dim, source, target_len)
 
 
-def _integer(config: ConfigReader, names: tuple[str, ...], default: int | None = None) -> int:
+def first_integer(config: ConfigReader, names: tuple[str, ...], default: int | None = None) -> int:
+    """Return the value of the first name that config.json has as an integer."""
     name = next((name for name in names if isinstance(config.values.get(name), int)), None)
     if name is None and default is not None:
         return default
     return config.integer(name or names[0])
 
 
-def _causal_class(values: Mapping[str, Any]) -> str:
+def _generating_class(values: Mapping[str, Any]) -> str:
     listed = values.get("architectures")
     names = [str(name) for name in listed] if isinstance(listed, list) else []
-    table = causal_classes()
+    table = class_table(SEQ_TO_SEQ if values.get("is_encoder_decoder") is True else CAUSAL)
     if table is None:
         raise CheckpointInvalid(f"The library transformers may serve this model: {INSTALL}.")
     known = {name for classes in table.values() for name in classes}
@@ -90,20 +115,22 @@ def _causal_class(values: Mapping[str, Any]) -> str:
 
 
 @cache
-def causal_classes() -> Mapping[str, list[str]] | None:
-    """Return the names of transformers' classes that generate text by model type; None if it is not installed."""
+def class_table(name: str = CAUSAL) -> Mapping[str, list[str]] | None:
+    """Return one of transformers' tables: names of classes by model type; None if it is not installed."""
     spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return None
-    source = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
-    return dict(_rows(ast.parse(source)))
+    return None if spec is None or spec.origin is None else dict(_rows(_tables(Path(spec.origin).parent), name))
 
 
-def _rows(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield the rows of the table, which is written as OrderedDict([(model_type, class or classes), ...])."""
+@cache
+def _tables(package: Path) -> ast.Module:
+    return ast.parse((package / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
+
+
+def _rows(tree: ast.Module, table: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the rows of a table, which is written as OrderedDict([(model_type, class or classes), ...])."""
     for statement in tree.body:
         targets = statement.targets if isinstance(statement, ast.Assign) else []
-        if not any(isinstance(target, ast.Name) and target.id == _TABLE for target in targets):
+        if not any(isinstance(target, ast.Name) and target.id == table for target in targets):
             continue
         assert isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call), "written as a call"
         for model_type, classes in ast.literal_eval(statement.value.args[0]):

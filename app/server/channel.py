@@ -77,6 +77,7 @@ class Channel:
     def __init__(self, connection: socket.socket, is_engine: bool) -> None:
         self._socket, self._decoder = connection, _COMMANDS if is_engine else _OUTPUTS
         self._received = bytearray()
+        self._buffer = bytearray(READ_BYTES)  # `recv` would map as much new memory at each call
         self._changed = threading.Condition()
         self._unsent: deque[memoryview] = deque()
         self._is_closed = False
@@ -113,15 +114,15 @@ class Channel:
     def receive(self, flags: int = 0) -> list[Any]:
         """Read once, and return the messages that are complete. Raises `EOFError` when the other end has ended."""
         try:
-            read = self._socket.recv(READ_BYTES, flags)
+            num_read = self._socket.recv_into(self._buffer, 0, flags)
         except BlockingIOError:
             return []
         except OSError as error:
             raise EOFError from error
-        if not read:
+        if not num_read:
             raise EOFError
         received, decode, at = self._received, self._decoder.decode, 0
-        received += read
+        received += memoryview(self._buffer)[:num_read]
         messages: list[Any] = []
         with memoryview(received) as view:
             while len(view) - at >= _HEADER.size:

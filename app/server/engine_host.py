@@ -33,6 +33,7 @@ from app.metrics.load_progress import LoadProgress
 from app.metrics.step_monitor import SlowStepDetector, StepBegin, StepMonitor, first_touch_seconds
 from app.metrics.steps import Cause, EngineSnapshot, ExpectedSpeed, SpeedDrift, SpeedState, StepStats, StepTimeModel
 from app.models.encoders.config import EncoderConfig
+from app.models.transformers_tasks import TaskConfig
 from app.server.adapters import AdapterReader, adapter_reader
 from app.server.prepare import Prepared, UnfetchedModel, calibrate
 from app.weights.cache_file import PACKS, checkpoint_fingerprint
@@ -305,8 +306,8 @@ class EngineHost:
 
 
 def read_tokenizer(checkpoint: Checkpoint | ProgramCheckpoint, cache: Path | None = None) -> Tokenizer | None:
-    """Try the checkpoint's tokenizer, noted in `cache` if it passes, and read it; None for a program."""
-    if isinstance(checkpoint, ProgramCheckpoint):
+    """Try the checkpoint's tokenizer, noted in `cache` if it passes, and read it; None if the service needs none."""
+    if isinstance(checkpoint, ProgramCheckpoint) or isinstance(checkpoint.model_config, TaskConfig):
         return None
     from app.text.tokenizer_check import try_and_load
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class EngineProcess:
         self._is_stopping = self._was_ready = False
         self._ready_at = 0.0
         self._num_failed_starts, self._delay_seconds = 0, FIRST_DELAY_SECONDS
-        self._restart: asyncio.TimerHandle | None = None
+        self._restart: asyncio.Task[None] | None = None
         self._messages = ThreadPoolExecutor(1, thread_name_prefix="armature-engine")
         self._adapters: dict[int, Future[RequestError | None]] = {}  # that are being read, by slot
         with tempfile.TemporaryFile() as page:
@@ -139,18 +139,42 @@ class EngineProcess:
         os.close(self._page)
 
     def _launch(self) -> None:
-        ours, theirs = socket.socketpair()
+        assert self._loop is not None, "the loop starts it"
+        recipe = Pickled.of(self._make_recipe())
         root = str(Path(app.__file__).parent.parent)
-        command = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(self._page), "armature-engine", root]
-        with theirs:
+        with ExitStack() as opened:
+            ours, theirs = (opened.enter_context(end) for end in socket.socketpair())
+            channel = Channel(ours, is_engine=False)
+            opened.callback(channel.close)
+            command = [
+                sys.executable,
+                "-P",
+                "-c",
+                _MAIN,
+                str(theirs.fileno()),
+                str(self._page),
+                "armature-engine",
+                root,
+            ]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(), self._page)
             )
-        self.pid = self._process.pid
-        self._channel = channel = Channel(ours, is_engine=False)
-        channel.send(Pickled.of(self._make_recipe()))
-        assert self._loop is not None, "the loop starts it"
+            opened.pop_all()
+        theirs.close()
+        self.pid, self._channel = self._process.pid, channel
+        channel.send(recipe)
         self._loop.add_reader(channel.fileno(), self._read, channel, self._process)
+
+    async def _launch_again(self, delay: float) -> None:
+        await asyncio.sleep(delay)
+        self._launch()
+
+    def _check_launched(self, launching: asyncio.Task[None]) -> None:
+        """Try again later if the process could not be started: there is no memory, process or file left for it."""
+        if not launching.cancelled() and (error := launching.exception()) is not None:
+            if not isinstance(error, OSError):
+                log.error("Starting the engine's process failed", exc_info=error)
+            self._end(f"could not be started ({error})")
 
     def _read(self, channel: Channel, process: subprocess.Popen[bytes]) -> None:
         """Take what has arrived from the engine, on the event loop."""
@@ -224,7 +248,9 @@ class EngineProcess:
 
     def _find_end(self, process: subprocess.Popen[bytes]) -> None:
         """Wait for the status of a process that has ended, and decide what follows."""
-        self._call_on_loop(self._end, _wait(process, EXIT_SECONDS))
+        status = _wait(process, EXIT_SECONDS)
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        self._call_on_loop(self._end, f"has ended by {how}")
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None, "it was started"
@@ -241,13 +267,12 @@ class EngineProcess:
             self.snapshot = snapshot
         self._was_ready, self._ready_at, self._num_failed_starts = True, time.monotonic(), 0
 
-    def _end(self, status: int) -> None:
-        """Start the engine again, or end for good."""
+    def _end(self, what: str) -> None:
+        """Start the engine again, or end for good; `what` has happened to it."""
         assert self._loop is not None and self._callbacks is not None, "it was started"
         self.pid = None
         if self._is_stopping:
             return
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         error, self.error = self.error, None
         if self._ready_at:
             if time.monotonic() - self._ready_at > STEADY_SECONDS:
@@ -257,14 +282,17 @@ class EngineProcess:
         self._ready_at = 0.0
         if (error is not None and not self._was_ready) or self._num_failed_starts >= MAX_FAILED_STARTS:
             self.state = "failed"
-            self.error = error or ServingFailed(f"The engine's process has ended {MAX_FAILED_STARTS} times by {how}.")
+            self.error = error or ServingFailed(
+                f"The engine was started {MAX_FAILED_STARTS} times; its process {what}."
+            )
             self._callbacks.on_fatal(self.error)
             return
         delay, self._delay_seconds = self._delay_seconds, min(2 * self._delay_seconds, MAX_DELAY_SECONDS)
         because = f": {error}" if error is not None else ""
-        log.error("the engine's process has ended by %s%s; it is started again in %.0f s", how, because, delay)
-        self.stage = f"the engine has ended by {how} and is started again"
-        self._restart = self._loop.call_later(delay, self._launch)
+        log.error("the engine's process %s%s; it is started again in %.0f s", what, because, delay)
+        self.stage = f"the engine {what} and is started again"
+        self._restart = self._loop.create_task(self._launch_again(delay))
+        self._restart.add_done_callback(self._check_launched)
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_seconds: float) -> int:

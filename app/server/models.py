@@ -10,12 +10,14 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from app.api.access import ApiKeys
 from app.api.routing import ApiRuntime, ModelState, ServedEntry, Task
 from app.errors import ArmatureError, NotReady, PlanImpossible, SettingsInvalid, StartupError
 from app.hardware.decision import format_bytes
@@ -32,9 +34,10 @@ from app.metrics.power_monitor import PowerMonitor
 from app.metrics.several_models import ProcessMetrics
 from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.encoders.config import EncoderConfig
+from app.models.transformers_tasks import TaskConfig
 from app.server.prepare import Prepared, UnfetchedModel, prepare_start
 from app.server.start_console import StartConsole
-from app.server.startup import FLUSH_SECONDS, ServerRuntime, SharedParts, use_http_threads
+from app.server.startup import FLUSH_SECONDS, ServerRuntime, SharedParts, read_api_keys, use_http_threads
 from app.settings import Settings, parse_adapters
 from app.tracing.request_trace import Tracer
 from app.weights.checkpoint import Checkpoint
@@ -126,7 +129,7 @@ class ModelRegistry:
         self._find_names()
         self._prepare_all(facts)
         self._loading = asyncio.Lock()
-        first = self.entries[0].serving.runtime()
+        first = self.entries[0].serving.runtime(_keys_of(models))
         self._process = replace(first, metrics=self.metrics, lifetime=self, models=self)
         for entry in self.entries:
             entry.runtime = entry.serving.runtime_among(self._process)
@@ -238,13 +241,6 @@ class ModelRegistry:
         found = (entry for entry in self.entries if entry.runtime.service.adapters.find(name) is not None)
         return next(found, None)
 
-    def default(self, task: Task | None) -> ModelEntry:
-        able = [entry for entry in self.entries if task is None or task in entry.tasks]
-        if not able and task in ("embed", "rerank", "classify"):
-            able = [entry for entry in self.entries if "encode" in entry.tasks]
-        able = able or self.entries
-        return next((entry for entry in able if entry.state != "failed"), able[0])
-
     async def enter(self, entry: ServedEntry) -> None:
         assert isinstance(entry, ModelEntry), "it is one of the entries"
         if entry.state != "ready":
@@ -324,8 +320,21 @@ class ModelRegistry:
     def _begin_load(self, entry: ModelEntry) -> asyncio.Task[None]:
         entry.state, entry.reason, entry.error = "loading", "another model is loading", None
         entry.began = time.monotonic()
-        entry.work = self._loop.create_task(self._load(entry, entry.work), name=f"load {entry.name}")
-        return entry.work
+        return self._begin(entry, self._load(entry, entry.work))
+
+    def _begin(self, entry: ModelEntry, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        entry.work = task = self._loop.create_task(work, name=f"{entry.state} {entry.name}")
+        task.add_done_callback(partial(self._check_work, entry))
+        return task
+
+    def _check_work(self, entry: ModelEntry, work: asyncio.Task[None]) -> None:
+        """Let a fault of ours end the model and not leave it loading or unloading for ever."""
+        if not work.cancelled() and (error := work.exception()) is not None:
+            log.error("loading or unloading %s failed", entry.name, exc_info=error)
+            if entry.state != "failed":
+                self._begin(entry, self._fail(entry, error))
+            else:
+                self._try_later(entry, error)
 
     async def _load(self, entry: ModelEntry, before: asyncio.Task[None] | None) -> None:
         """Load a model once what was done with it `before` has ended."""
@@ -412,8 +421,7 @@ class ModelRegistry:
             return None
         self._stop_timer(entry)
         entry.state, entry.reason = "unloading", ""
-        entry.work = self._loop.create_task(self._unload(entry), name=f"unload {entry.name}")
-        return entry.work
+        return self._begin(entry, self._unload(entry))
 
     async def _unload(self, entry: ModelEntry) -> None:
         """Stop the model's worker once its open requests have ended, and release its memory."""
@@ -440,13 +448,17 @@ class ModelRegistry:
     def _take_failure(self, entry: ModelEntry, error: BaseException) -> None:
         entry.error = error
         if entry.state == "ready":  # an unloading one ends all the same, and a loading one looks at the error
-            entry.work = self._loop.create_task(self._fail(entry, error), name=f"fail {entry.name}")
+            self._begin(entry, self._fail(entry, error))
 
     async def _fail(self, entry: ModelEntry, error: BaseException) -> None:
-        """Note that the model cannot serve, load it again later, and end the process if no other one can serve."""
+        """Note that the model cannot serve, release it, and load it again later."""
         self._note_failure(entry, error)
         log.error("the model %s cannot serve: %s", entry.name, entry.reason, exc_info=None if entry.reason else error)
         await self._release(entry)
+        self._try_later(entry, error)
+
+    def _try_later(self, entry: ModelEntry, error: BaseException) -> None:
+        """Load a model that has failed again later, and end the process if no other one can serve."""
         if not any(self._can_serve(each) or each.state == "loading" for each in self.entries):
             self.is_healthy = False
             self._on_fatal(error)
@@ -462,6 +474,28 @@ class ModelRegistry:
     def _retry(self, entry: ModelEntry) -> None:
         if entry.state == "failed" and not self._is_stopping:
             self._begin_load(entry)
+
+
+def _keys_of(models: Sequence[Settings]) -> ApiKeys:
+    """Return the keys of all models, each with the models that it may use. Raises `SettingsInvalid`."""
+
+    def read() -> dict[str, frozenset[str]]:
+        found: dict[str, frozenset[str]] = {}
+        for settings in models:
+            name = settings.served_model_name[0]
+            for key in read_api_keys(settings):
+                found[key] = found.get(key, frozenset()) | {name}
+        return found
+
+    files = (settings.api_key_file for settings in models if settings.api_key_file is not None)
+    keys = ApiKeys(read, *dict.fromkeys(files))
+    open_to_all = next((each for each in models if not each.api_keys and each.api_key_file is None), None)
+    if keys and open_to_all is not None:
+        raise SettingsInvalid(
+            f"The model {open_to_all.served_model_name[0]} has no API keys, and others have: give it some with api_keys"
+            " or api_key_file in its table, or give keys for all models with --api-keys."
+        )
+    return keys
 
 
 def _in_own_process(settings: Settings) -> Settings:
@@ -500,6 +534,8 @@ def _tasks_of(start: Prepared) -> frozenset[Task]:
     if not isinstance(start.checkpoint, Checkpoint):
         return frozenset({"infer"})
     config = start.checkpoint.model_config
+    if isinstance(config, TaskConfig):
+        return frozenset({"task", "infer"})
     if not isinstance(config, EncoderConfig):
         return frozenset({"generate"})
     if not config.labels:

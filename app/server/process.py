@@ -168,15 +168,24 @@ class PunctualServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop, and limit the time for it."""
+        """Begin to stop, and limit the time for it: to none after a second Ctrl-C.
+
+        uvicorn would then only stop waiting, and report each task that it cancels.
+        """
+        if self.should_exit and sig == signal.SIGINT:
+            self.listeners.remove_files()
+            _end_process_after(0.0, why="stopped by a second Ctrl-C: open requests are cut off")
+            return
         if not self.should_exit:
             _end_process_after(self._stop_seconds)
         super().handle_exit(sig, frame)
 
 
-def _end_process_after(seconds: float, status: int = 0) -> None:
+def _end_process_after(
+    seconds: float, status: int = 0, why: str = "stopping took longer than expected: the process ends now"
+) -> None:
     def end() -> None:
-        log.warning("stopping took longer than expected: the process ends now")
+        log.warning("%s", why)
         logging.shutdown()
         os._exit(status)
 

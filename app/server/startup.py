@@ -33,7 +33,8 @@ from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import reads_pictures
 from app.models.encoders.config import EncoderConfig
-from app.models.transformers_config import INSTALL
+from app.models.transformers_config import INSTALL, TransformersConfig
+from app.models.transformers_tasks import TaskConfig
 from app.server.adapters import adapter_store
 from app.server.engine_child import CheckpointRecipe
 from app.server.engine_host import (
@@ -59,6 +60,7 @@ from app.service.served_model import (
     ServedEncoder,
     ServedModel,
     ServedProgram,
+    ServedTasks,
     ServingLimits,
 )
 from app.service.service import Service
@@ -66,6 +68,7 @@ from app.settings import Settings, parse_rate_limit, unix_path_of
 from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import REASONING_FORMATS, ReasoningFormat, choose_reasoning_format
+from app.text.source_text import SourceText, generation_defaults
 from app.text.tokenizer import Tokenizer
 from app.text.tool_formats import TOOL_FORMATS, ToolFormat, choose_tool_format
 from app.tracing.request_trace import Tracer
@@ -105,9 +108,14 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (), "guidance_scale": (1.0,), "watermarking_config": (), "penalty_alpha": (0.0,),
     "dola_layers": (), "constraints": ([],), "force_words_ids": ([],), "stop_strings": ([], ""), "token_healing": (False,),
 }  # fmt: skip
+TOKEN_RULES = frozenset(
+    "no_repeat_ngram_size encoder_repetition_penalty encoder_no_repeat_ngram_size bad_words_ids suppress_tokens"
+    " begin_suppress_tokens sequence_bias exponential_decay_length_penalty".split()
+)
 # The request says how long an answer is and how it is searched. `do_sample` is left to the temperature, as vLLM does. A
 # prompt has more than one token, so no first token is forced, and an answer that reaches its limit ends without a forced
 # last one. The others are about caches, speed and what is returned.
+SEARCHED = frozenset("num_beams length_penalty early_stopping max_length min_length do_sample".split())
 WITHOUT_EFFECT = frozenset(
     "eos_token_id bos_token_id pad_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id"
     " max_length max_new_tokens min_length min_new_tokens max_time early_stopping do_sample num_beams num_beam_groups"
@@ -130,7 +138,12 @@ def make_served_decoder(
 ) -> ServedDecoder:
     template = None if chat is None else chat.evidence
     tools = settings.tool_call_parser
-    defaults = sampling_defaults(_generation_config(checkpoint)) if settings.generation_config == "auto" else {}
+    follows, source = settings.generation_config == "auto", source_text(checkpoint, tokenizer)
+    config = _generation_config(checkpoint)
+    by_library = isinstance(checkpoint.model_config, TransformersConfig)
+    defaults: dict[str, Any] = dict(sampling_defaults(config, by_library)) if follows else {}
+    if source is not None and follows:
+        defaults |= generation_defaults(config, source, limits.max_running_seqs)
     return ServedDecoder(
         name,
         limits,
@@ -142,7 +155,18 @@ def make_served_decoder(
         if tools == "auto"
         else TOOL_FORMATS[tools],
         reasoning_format=_reasoning_format(template, settings.reasoning_parser),
+        source=source,
     )
+
+
+def source_text(checkpoint: Checkpoint, tokenizer: Tokenizer) -> SourceText | None:
+    """Return how source texts of a model with an encoder are written; None for any other."""
+    config = checkpoint.model_config
+    if not isinstance(config, TransformersConfig) or not config.max_source_len:
+        return None
+    tasks = checkpoint.config.get("task_specific_params")
+    known = {name: one for name, one in tasks.items() if isinstance(one, dict)} if isinstance(tasks, dict) else {}
+    return SourceText(tokenizer, config.max_source_len, config.max_target_len, known)
 
 
 def prepare_grammars(model: ServedModel) -> Sequence[Future[None]]:
@@ -155,9 +179,14 @@ def prepare_grammars(model: ServedModel) -> Sequence[Future[None]]:
     return (preparing,)
 
 
-def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sampling parameters of a generation_config.json as vLLM does. Raises `CheckpointInvalid`."""
+def sampling_defaults(config: Mapping[str, Any], by_library: bool = False) -> dict[str, float]:
+    """Return the sampling parameters of a generation_config.json as vLLM does. Raises `CheckpointInvalid`.
+
+    `by_library`: transformers computes the model, and its own processors follow the rules about tokens.
+    """
     for name, neutral in REFUSED.items():
+        if by_library and name in TOKEN_RULES:
+            continue
         if config.get(name) is not None and config[name] not in neutral:
             raise CheckpointInvalid(
                 f"generation_config.json: {name} is {str(config[name])[:80]}, which is not offered."
@@ -186,7 +215,7 @@ def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:
 
 def _generation_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Return generation_config.json, or what older checkpoints have of it in config.json."""
-    names = FOLLOWED.keys() | REFUSED.keys()
+    names = FOLLOWED.keys() | REFUSED.keys() | SEARCHED
     return checkpoint.generation_config or {name: one for name, one in checkpoint.config.items() if name in names}
 
 
@@ -294,6 +323,8 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     )
     if isinstance(checkpoint, ProgramCheckpoint):
         return ServedProgram(name, limits, checkpoint.signature, checkpoint.sizes)
+    if isinstance(checkpoint.model_config, TaskConfig):
+        return ServedTasks(name, limits, checkpoint.model_config)
     assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
     if isinstance(checkpoint.model_config, EncoderConfig):
         return ServedEncoder(name, limits, tokenizer, checkpoint.model_config)
@@ -413,9 +444,12 @@ class ServerRuntime:
             process, service=self.service, metrics=self.metrics, info=self._info, names=names, capacity=capacity
         )
 
-    def runtime(self) -> ApiRuntime:
+    def runtime(self, keys: ApiKeys | None = None) -> ApiRuntime:
+        """Return what the API needs; `keys` None: the keys of the settings."""
         settings = self._start.settings
-        keys = ApiKeys(lambda: read_api_keys(settings), settings.api_key_file)
+        if keys is None:
+            files = () if settings.api_key_file is None else (settings.api_key_file,)
+            keys = ApiKeys(lambda: read_api_keys(settings), *files)
         rates, is_local = parse_rate_limit(settings.rate_limit), is_local_only(settings)
         only_loopback = is_local and not keys and not settings.allowed_hosts
         rules = AccessRules(*rates, settings.allowed_hosts, only_loopback, settings.cors_allow_origins)
@@ -476,9 +510,9 @@ class ServerRuntime:
     def _take_plan(self, message: PlanChanged) -> None:
         self._start = prepared = message.prepared
         cache = prepared.settings.cache_directory
-        if self._tokenizer is None and not isinstance(prepared.checkpoint, ProgramCheckpoint):
-            self._tokenizer = tokenizer = read_tokenizer(prepared.checkpoint, cache)
-            assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
+        if self._tokenizer is None and (tokenizer := read_tokenizer(prepared.checkpoint, cache)) is not None:
+            assert isinstance(prepared.checkpoint, Checkpoint), "a program has no tokenizer"
+            self._tokenizer = tokenizer
             warn_of_unknown_tokens(tokenizer, prepared.checkpoint.model_config.vocab_size)
             if prepared.draft is not None:
                 check_vocabulary(tokenizer, prepared.draft, cache)

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, RequestTimeout, WrongModelKind
-from app.messages import ArraysReady, Encode, Infer, Signature, Text
+from app.messages import ArraysReady, Encode, Infer, RunTask, Signature, Text
 from app.service.open_request import OpenRequest
 from app.service.prompt import SHORT_CHARACTERS, check_embedded, check_ids
-from app.service.requests import Encoded, EncodingRequest, InferenceRequest, Inferred, TextInput
-from app.service.served_model import ServedEncoder, ServedModel, ServedProgram
+from app.service.requests import (
+    Encoded,
+    EncodingRequest,
+    InferenceRequest,
+    Inferred,
+    TaskRequest,
+    TaskResult,
+    TextInput,
+)
+from app.service.served_model import ServedEncoder, ServedModel, ServedProgram, ServedTasks
 from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
 
 MAX_TEXTS = 2_048  # OpenAI's limit
 # Hidden states of all tokens are requested for a few texts at a time; those of 2,048 long texts would be gigabytes.
 MAX_HIDDEN_BYTES = 256 * 2**20
+_HELD_PER_BYTE = 4  # of a task's inputs: as they arrived, and what is read from them
 TOKEN_BYTES = 36  # a token id in a tuple: a pointer and an int object
 # Bytes of a value by datatype; all others have 4.
 VALUE_BYTES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "INT16": 2, "FP16": 2, "BF16": 2, "INT64": 8, "FP64": 8}
@@ -61,7 +71,33 @@ async def infer(opened: OpenRequest, program: ServedProgram, request: InferenceR
     return Inferred(ready.arrays, ready.timings)
 
 
-async def _send_and_wait(opened: OpenRequest, command: Encode | Infer, size: int) -> ArraysReady:
+async def run_task(opened: OpenRequest, model: ServedTasks, request: TaskRequest) -> TaskResult:
+    """Return the result of a task. The engine reads the inputs, since the library's readers belong to its model."""
+    if request.task not in model.tasks:
+        raise WrongModelKind(
+            f"{model.name!r} does not do {request.task[:100]!r}; it does {', '.join(model.tasks)}.", field="task"
+        )
+    opened.admit()
+    opened.hold(_HELD_PER_BYTE * request.size)
+    client = opened.client
+    command = RunTask(
+        client.unique_id(request.request_id),
+        request.task,
+        request.inputs,
+        request.parameters,
+        opened.arrived_at,
+        request.files,
+        request.is_batch,
+    )
+    ready = await _send_and_wait(opened, command, model.expected_tokens(request.size))
+    opened.num_prompt_tokens = ready.num_tokens
+    client.metrics.vectors_returned(1, ready.num_tokens, ready.timings, opened.exemplar)
+    if (audio := ready.arrays.get("audio_seconds")) is not None:
+        client.metrics.speech_recognized(struct.unpack("<d", audio.data)[0], client.clock() - opened.arrived_at)
+    return TaskResult(ready.arrays["result"].data, ready.timings, ready.num_tokens)
+
+
+async def _send_and_wait(opened: OpenRequest, command: Encode | Infer | RunTask, size: int) -> ArraysReady:
     opened.send(command, size)
     try:
         timed_event = await opened.next_event()
@@ -71,7 +107,7 @@ async def _send_and_wait(opened: OpenRequest, command: Encode | Infer, size: int
     if timed_event is None:
         raise RequestTimeout("The request timed out before its result was ready.")
     event, now = timed_event
-    assert isinstance(event, ArraysReady), "an Encode or Infer is answered by ArraysReady"
+    assert isinstance(event, ArraysReady), "an Encode, Infer or RunTask is answered by ArraysReady"
     opened.note_first_result(event.timings, now)
     opened.is_over, opened.outcome = True, "stop"
     return event

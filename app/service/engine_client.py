@@ -66,6 +66,7 @@ class EngineClient:
         self.admission = Admission(lambda: worker.snapshot, clock, self.texts.wait_seconds)
         self.timeout_seconds = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
         self._counter = count()
         self._steps: deque[Sequence[Event]] = deque()
         self._is_woken = False
@@ -84,7 +85,7 @@ class EngineClient:
         self._pictures.open(1)
 
     def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
 
     def close(self) -> None:
         """Fail all open requests with `ServiceStopping`."""
@@ -167,16 +168,18 @@ class EngineClient:
     # ---- from the worker thread ------------------------------------------------------------------------------------
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Deliver events with a single wake-up of the event loop. Called from the worker thread.
+        """Deliver events with a single wake-up of the event loop, which needs none for those that it has read itself.
 
-        Steps that the event loop has not taken yet are delivered together.
+        Called from the worker thread, or for an engine's process on the event loop. Steps that the event loop has not
+        taken yet are delivered together.
         """
         if (loop := self._open_loop()) is None:
             return
         self._steps.append(events)
         if not self._is_woken:
             self._is_woken = True
-            loop.call_soon_threadsafe(self._deliver_steps)
+            is_here = threading.get_ident() == self._loop_thread
+            (loop.call_soon if is_here else loop.call_soon_threadsafe)(self._deliver_steps)
 
     def on_worker_exit(self, error: RequestError) -> None:
         """Fail all open requests. Called after the engine's last events, from any thread."""

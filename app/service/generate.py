@@ -127,8 +127,8 @@ class OpenGeneration(OpenRequest):
         self._token_texts = TokenTexts(model.tokenizer)
         self.num_prompt_tokens = len(prompt.token_ids)
         self._max_tokens = params.max_tokens
-        # The text of a completion continues the prompt's; a chat reply starts a new text.
-        context = prompt.token_ids if request.messages is None else ()
+        # The text of a completion continues the prompt's; a chat reply, and what follows a source, start a new text.
+        context = prompt.token_ids if request.messages is None and model.source is None else ()
         for index in range(params.n):
             text = IncrementalDetokenizer(
                 model.tokenizer, params.stop, context, prompt.literals, params.include_stop, params.min_tokens

@@ -9,7 +9,18 @@ from types import TracebackType
 from typing import Self
 
 from app.errors import InvalidRequest, RequestError, RequestTimeout
-from app.messages import Abort, Encode, EngineRequest, Event, Generate, Infer, LoadedAdapter, RequestFailed, Timings
+from app.messages import (
+    Abort,
+    Encode,
+    EngineRequest,
+    Event,
+    Generate,
+    Infer,
+    LoadedAdapter,
+    RequestFailed,
+    RunTask,
+    Timings,
+)
 from app.metrics.instruments import Api, Exemplar, Outcome, Refusal, refusal_of
 from app.service.adapters import Adapter, Adapters
 from app.service.admission import Permit
@@ -17,7 +28,7 @@ from app.service.engine_client import EngineClient, TimedEvent
 from app.service.request_log import ClientRequest
 
 # The phase of a trace in which the engine computes: for a completion, what comes before its first token.
-_COMPUTES: Mapping[type[EngineRequest], str] = {Generate: "prefill", Encode: "encode", Infer: "infer"}
+_COMPUTES: Mapping[type[EngineRequest], str] = {Generate: "prefill", Encode: "encode", Infer: "infer", RunTask: "infer"}
 
 
 class OpenRequest:

@@ -29,6 +29,7 @@ from app.text.chat import ChatOptions
 from app.text.grammar_definition import check_source
 from app.text.infill import InfillFormat, InfillPrompt, find_infill_format, shorten_infill
 from app.text.reasoning import ReasoningFormat, closes_reasoning, opens_reasoning, thinking_limit
+from app.text.source_text import SourceText
 from app.text.tool_formats import begun_answer
 from app.text.tool_grammars import forced_calls_grammar
 
@@ -93,6 +94,8 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest, pictures: Sequ
     placed = tokenize_prompt(model, request, pictures)
     token_ids = placed.token_ids
     params, num_scores = resolve_logprobs(model.limits, request.params, len(token_ids))
+    if model.source is not None:
+        params = replace(params, forced_bos_token_id=model.source.forced_bos_token_id(request.target_lang))
     if request.infill is not None and not params.ignore_eos:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill_format(model).end_ids))
     form = model.reasoning_format if request.separates_reasoning else None
@@ -221,16 +224,17 @@ def tokenize_prompt(
 ) -> PlacedPictures:
     """Return the prompt's tokens. Raises an `InvalidRequest` that names the field."""
     _check_priority(model.limits, request.params)
+    _check_languages(model, request)
     if pictures:
         _check_with_pictures(request)
-    wanted = _wanted_tokens(model.limits.max_model_len, request)
+    wanted = _wanted_tokens(model.context, request)
     field, ids = _prompt_ids(model, request, wanted)
     if wanted.truncates and wanted.number is not None:
         ids = ids[-wanted.number :] if wanted.keeps_end else ids[: wanted.number]
     if not ids:
         raise InvalidRequest(f"{field} has no tokens: there is nothing to continue.", field=field)
     placed = place_pictures(ids, pictures)
-    _check_context_length(model.limits.max_model_len, len(placed.token_ids), request, field)
+    _check_context_length(model, len(placed.token_ids), request, field)
     check_embedded(model, [token for token in placed.engine_ids if token < FIRST_VECTOR_ID] if pictures else ids, field)
     params, vocab_size = request.params, model.limits.vocab_size
     check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
@@ -305,7 +309,7 @@ def chat_token_ids(
             # The number of tokens tells the client more, if it is the reason.
             least = model.tokenizer.least_tokens("".join(map(_content_text, messages)), wanted.number)
             if least > wanted.number:
-                raise prompt_too_long(model.limits.max_model_len, "messages", least) from None
+                raise prompt_too_long(model.context, "messages", least) from None
         raise
     return _text_ids(model, text, False, wanted, "messages")
 
@@ -337,7 +341,7 @@ def _text_ids(model: ServedDecoder, text: str, add_special_tokens: bool, wanted:
     elif wanted.number is not None and len(text) > CHUNK_CHARACTERS:
         least = model.tokenizer.least_tokens(text, wanted.number)
         if least > wanted.number:
-            raise prompt_too_long(model.limits.max_model_len, field, least)
+            raise prompt_too_long(model.context, field, least)
         limits = replace(limits, enough_tokens=wanted.number + 1)
     return model.tokenizer.encode(text, add_special_tokens, limits)
 
@@ -421,6 +425,8 @@ def _infill_ids(model: ServedDecoder, request: GenerationRequest, infill: Infill
 def _prompt_ids(model: ServedDecoder, request: GenerationRequest, wanted: WantedTokens) -> tuple[str, Sequence[int]]:
     if request.infill is not None:
         return "prompt", _infill_ids(model, request, request.infill)
+    if model.source is not None:
+        return _source_ids(model, model.source, request, wanted)
     if request.messages is not None:
         arguments, options = request.template_arguments, request.chat_options
         return "messages", chat_token_ids(model, request.messages, arguments, options, wanted)
@@ -429,6 +435,36 @@ def _prompt_ids(model: ServedDecoder, request: GenerationRequest, wanted: Wanted
     ids = request.token_ids or ()
     check_ids(ids, model.limits.vocab_size, "token_ids")
     return "token_ids", ids
+
+
+def _source_ids(
+    model: ServedDecoder, source: SourceText, request: GenerationRequest, wanted: WantedTokens
+) -> tuple[str, Sequence[int]]:
+    """Return the tokens of a source text: the prompt, or a conversation's last message of the user."""
+    if request.token_ids is not None:
+        check_ids(request.token_ids, model.limits.vocab_size, "token_ids")
+        return "token_ids", request.token_ids
+    field, text = "prompt", request.prompt
+    if text is None:
+        users = [one for one in request.messages or () if one.get("role") == "user"]
+        if not users or request.tools is not None:
+            said = "the last message of the user is the source, and there is none" if not users else "it calls no tools"
+            raise InvalidRequest(f"This model reads a source text: {said}.", field="messages" if not users else "tools")
+        field, text = "messages", _content_text(users[-1])
+    text = source.prefix(request.task, request.source_lang, request.target_lang) + text
+    ids = _text_ids(model, text, request.add_special_tokens or field == "messages", wanted, field)
+    return field, source.with_language(ids, request.source_lang)
+
+
+def _check_languages(model: ServedDecoder, request: GenerationRequest) -> None:
+    if model.source is not None:
+        model.source.check_languages(request.source_lang, request.target_lang)
+        return
+    for name in ("source_lang", "target_lang"):
+        if getattr(request, name) is not None:
+            raise UnsupportedParameter(
+                f"{name} needs a model with an encoder that translates; {model.name!r} has none.", field=name
+            )
 
 
 def _wanted_tokens(context: int, request: GenerationRequest) -> WantedTokens:
@@ -444,12 +480,21 @@ def _wanted_tokens(context: int, request: GenerationRequest) -> WantedTokens:
     return WantedTokens(limit, truncates=True, keeps_end=not request.truncate_right)
 
 
-def _check_context_length(context: int, num_prompt: int, request: GenerationRequest, field: str) -> None:
+def _check_context_length(model: ServedDecoder, num_prompt: int, request: GenerationRequest, field: str) -> None:
     """Check the context length. The message has the wording that OpenAI clients look for."""
+    context = model.context
     limit = f"This model's maximum context length is {context} tokens."
     if num_prompt >= context:
         raise prompt_too_long(context, field, exact=num_prompt)
     max_tokens = request.params.max_tokens
+    if model.source is not None:
+        longest = min(model.source.max_target_len, model.limits.max_model_len - num_prompt) - 1
+        if max_tokens is not None and max_tokens > longest and not request.clips_max_tokens:
+            raise ContextLengthExceeded(
+                f"This model's completions have at most {longest} tokens, not {max_tokens}. Please reduce max_tokens.",
+                field="max_tokens",
+            )
+        return
     if max_tokens is not None and num_prompt + max_tokens > context and not request.clips_max_tokens:
         detail = f"However, you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {field}, {max_tokens} in the completion)."
         raise ContextLengthExceeded(

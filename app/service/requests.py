@@ -61,6 +61,8 @@ class GenerationRequest:
     prompt. `model` is the name of the model or an adapter; None means the model. Keys and values of the prompt are
     shared only with requests of the same `cache_salt`. Reasoning is closed after `thinking_budget` tokens; None: never.
     `pictures` are those of the parts {"type": "image"} of messages, in their order.
+    `task`, `source_lang` and `target_lang` are about the source text of a model with an encoder
+    (`app/text/source_text.py`).
     """
 
     params: SamplingParams
@@ -84,6 +86,9 @@ class GenerationRequest:
     cache_salt: str | None = None
     thinking_budget: int | None = None
     pictures: tuple[Picture, ...] = ()
+    task: str | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
 
     def __post_init__(self) -> None:
         given = sum(source is not None for source in (self.prompt, self.token_ids, self.messages))
@@ -251,6 +256,29 @@ class Encoded:
     @property
     def usage(self) -> Usage:
         return Usage(sum(self.lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRequest:
+    """A task for the inputs of one request, as in `messages.RunTask`; `size` is about that of all inputs in bytes."""
+
+    task: str
+    inputs: bytes
+    parameters: bytes
+    api: Api
+    request_id: str
+    size: int
+    files: tuple[bytes, ...] = ()
+    is_batch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """The result as JSON."""
+
+    content: bytes
+    timings: Timings
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 from numpy.typing import NDArray
@@ -16,14 +16,16 @@ from app.errors import WrongModelKind
 from app.messages import MAX_LOGPROBS, Array, Signature
 from app.models.encoders.config import EncoderConfig
 from app.models.program_graph import ProgramSizes
+from app.models.transformers_tasks import TaskConfig
 from app.service.pictures import PictureReader
 from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import ReasoningFormat
+from app.text.source_text import SourceText
 from app.text.tokenizer import Tokenizer
 from app.text.tool_formats import TOOL_FORMATS, ToolFormat
 
-ModelKind = Literal["decoder", "encoder", "program"]
+ModelKind = Literal["decoder", "encoder", "program", "tasks"]
 
 MIN_HELD_BYTES = 2**28  # about a hundred images, or what a small machine leaves to its allocator
 
@@ -31,6 +33,7 @@ MIN_HELD_BYTES = 2**28  # about a hundred images, or what a small machine leaves
 TOKENIZER_BYTES = 160
 # Bytes of a text for each token of the context that are tokenized on every machine: English has 4 to 5.
 MIN_BYTES_PER_TOKEN = 8
+MEAN_BYTES_PER_TOKEN = 4
 HELD_BYTES_DIVISOR = 32  # 1/32 of memory: half of what the plan leaves in addition to weights and activations
 
 
@@ -67,20 +70,27 @@ class ServingLimits:
 class ServedDecoder:
     """A model that generates text. `chat` is None without a template, `reasoning_format` without reasoning.
 
-    `sampling_defaults` are the parameters of `SamplingParams` that the checkpoint prefers. Without `pictures`,
-    `no_pictures` says why none can be read.
+    `sampling_defaults` are the parameters of `SamplingParams` that the checkpoint prefers. `source` is there if an
+    encoder reads the prompt. Without `pictures`, `no_pictures` says why none can be read.
     """
 
     name: str
     limits: ServingLimits
     tokenizer: Tokenizer
     chat: ChatTemplate | None
-    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     grammars: GrammarCompiler | None = None
     tool_format: ToolFormat = TOOL_FORMATS["hermes"]
     reasoning_format: ReasoningFormat | None = None
     pictures: PictureReader | None = None
     no_pictures: str = "this server's models read text"
+    source: SourceText | None = None
+
+    @property
+    def context(self) -> int:
+        """The tokens of prompt and completion together; of a model with an encoder, of the source and one more."""
+        most = self.limits.max_model_len
+        return most if self.source is None else min(most - 1, self.source.max_source_len + 1)
 
     def close(self) -> None:
         """End the processes of the chat template and of grammars."""
@@ -140,7 +150,28 @@ class ServedProgram:
         return "program"
 
 
-ServedModel = ServedDecoder | ServedEncoder | ServedProgram
+@dataclass(frozen=True, slots=True)
+class ServedTasks:
+    """A model that does tasks besides generation, which transformers computes."""
+
+    name: str
+    limits: ServingLimits
+    config: TaskConfig
+
+    @property
+    def kind(self) -> ModelKind:
+        return "tasks"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return self.config.tasks
+
+    def expected_tokens(self, num_bytes: int) -> int:
+        """Return about how many tokens inputs of so many bytes are, by which waits are predicted."""
+        return min(self.limits.max_model_len, 1 + num_bytes // MEAN_BYTES_PER_TOKEN)
+
+
+ServedModel = ServedDecoder | ServedEncoder | ServedProgram | ServedTasks
 
 
 def wrong_kind_error(model: ServedModel) -> WrongModelKind:
@@ -155,6 +186,7 @@ _WRONG: Mapping[ModelKind, str] = {
     "encoder": (
         "is an encoder and generates no text: use /v1/embeddings, /v1/rerank, /v1/classify or /embed, or serve a decoder."
     ),
+    "tasks": "does tasks that are neither generation nor embeddings: use /pipeline/{task}; GET /v2/models/{name} has its tasks.",
     "program": "is an exported program with tensors of its own names: use /v2/models/{name}/infer, the Open Inference Protocol.",
 }
 

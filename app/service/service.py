@@ -33,8 +33,17 @@ from app.service.requests import (
     Inferred,
     Picture,
     StreamEvent,
+    TaskRequest,
+    TaskResult,
 )
-from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram, wrong_kind_error
+from app.service.served_model import (
+    ServedDecoder,
+    ServedEncoder,
+    ServedModel,
+    ServedProgram,
+    ServedTasks,
+    wrong_kind_error,
+)
 from app.text.bounds import EncodingLimits
 from app.text.chat import ChatOptions
 from app.text.tokenizer import Tokenizer, TokenSpan
@@ -155,6 +164,12 @@ class Service:
             return self.model
         raise wrong_kind_error(self.model)
 
+    @property
+    def tasks(self) -> ServedTasks:
+        if isinstance(self.model, ServedTasks):
+            return self.model
+        raise wrong_kind_error(self.model)
+
     # ---- requests --------------------------------------------------------------------------------------------------
 
     async def generate(
@@ -190,6 +205,12 @@ class Service:
         with OpenRequest(self._client, request.api, self._http()) as opened:
             self._check_ready()
             return await encode.infer(opened, self.program, request)
+
+    async def run_task(self, request: TaskRequest) -> TaskResult:
+        """Return the result of a task that transformers computes. A caller that stops early cancels the task."""
+        with OpenRequest(self._client, request.api, self._http()) as opened:
+            self._check_ready()
+            return await encode.run_task(opened, self.tasks, request)
 
     def _http(self, adapter: str | None = None) -> ClientRequest:
         """Return the HTTP request that this context serves; its trace names the model or adapter."""
@@ -250,7 +271,7 @@ class Service:
 
     @property
     def _tokenizer(self) -> Tokenizer:
-        if isinstance(self.model, ServedProgram):
+        if isinstance(self.model, ServedProgram | ServedTasks):
             raise wrong_kind_error(self.model)
         return self.model.tokenizer
 

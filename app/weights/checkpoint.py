@@ -16,7 +16,8 @@ from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, active_weights, is_expert, tables_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
 from app.models.encoders.config_reader import SentenceConfig, is_encoder, names_encoder, read_encoder
-from app.models.transformers_config import TransformersConfig
+from app.models.transformers_config import TransformersConfig, class_table
+from app.models.transformers_tasks import TaskConfig, find_task_config
 from app.weights.files import (
     check_directory,
     check_not_lfs_pointer,
@@ -166,7 +167,9 @@ class Checkpoint:
             num_parameters=elements,
             weight_bytes=sum(entry.nbytes for entry in self.tensors.values()),
             bytes_by_precision={"fp32": 4 * elements, "bf16": 2 * elements, "fp16": 2 * elements},
-            kv_elements_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim,
+            kv_elements_per_token=(
+                0 if config.kind == "encoder" else 2 * config.num_layers * config.num_kv_heads * config.head_dim
+            ),
             max_model_len=config.max_model_len,
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
@@ -224,7 +227,7 @@ def _open_directory(directory: Path, engine: EngineChoice) -> Checkpoint:
         )
     if method:
         found = join_weights(method, config, found)
-    elif model_config.kind == "decoder":
+    elif model_config.kind == "decoder" or isinstance(model_config, TaskConfig):
         check_not_quantized(found)
     if isinstance(model_config, ModelConfig) and model_config.tie_embeddings and has_own_head(found, model_config):
         log.warning("lm_head.weight differs from the embedding and is used, although config.json ties them")
@@ -234,7 +237,8 @@ def _open_directory(directory: Path, engine: EngineChoice) -> Checkpoint:
         tensors = _encoder_tensors(model_config, found, directory)
     elif isinstance(model_config, ModelConfig):
         tensors = _decoder_tensors(model_config, found)
-    _check_tokenizer(directory)
+    if not isinstance(model_config, TaskConfig):  # transformers reads its own
+        _check_tokenizer(directory)
     return Checkpoint(
         directory, config, read_optional(file_in(directory, "generation_config.json")), model_config, tensors
     )
@@ -246,13 +250,17 @@ def read_model_config(directory: Path, engine: EngineChoice = "auto") -> tuple[M
     config = read_object(file_in(directory, "config.json"))
     quantization_method(config)
     if engine == "transformers":
-        return config, TransformersConfig.from_hf(config)
+        return config, find_task_config(config) or TransformersConfig.from_hf(config)
     is_one = is_encoder(config, sentence_config) or names_encoder(config)
     try:
         return config, _native_config(AskedValues(config), sentence_config if is_one else None)
     except NotNative as refusal:
-        if is_one or engine == "native":
+        # What sentence-transformers does after such a model is not known to transformers.
+        task_config = None if sentence_config.pooling is not None else find_task_config(config)
+        if engine == "native" or (is_one and task_config is None and class_table() is not None):
             raise
+        if task_config is not None:
+            return config, task_config
         try:
             return config, TransformersConfig.from_hf(config)
         except CheckpointInvalid as reason:

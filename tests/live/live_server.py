@@ -49,6 +49,8 @@ class Reins:
         return self.runner.prompt_scores
 
     def take(self, engine: Any) -> Any:
+        if not hasattr(engine, "runner"):
+            return engine
         self.runner, engine.runner = engine.runner, AtOnce(self)
         return engine
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -185,6 +188,30 @@ def test_the_end_of_an_engine_ends_its_requests_alone_and_it_is_started_again(
     assert engine.pid != first and apart.idle and not apart.fatal
     assert apart.generate(max_tokens=2).status_code == 200
     assert apart.metric("armature_step_age_seconds") == 0.0
+
+
+def test_an_engine_that_cannot_be_started_again_yet_is_tried_until_it_can(
+    apart: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, begin, num_failures = engine_of(apart), subprocess.Popen, itertools.count(1)
+    errors = [OSError(errno.ENOMEM, "no memory"), RuntimeError("no thread")]
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise errors[next(num_failures) % 2]
+
+    monkeypatch.setattr(engine, "_delay_seconds", 0.02)
+    monkeypatch.setattr(engine_process, "MAX_FAILED_STARTS", 10**6)
+    monkeypatch.setattr(engine_process.subprocess, "Popen", fail)
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    for reason in ("no memory", "no thread"):
+        until(lambda reason=reason: reason in apart.client.get("/healthz").json().get("stage", ""))  # type: ignore[misc]
+        assert apart.generate(max_tokens=2).status_code == 503
+    monkeypatch.setattr(engine_process.subprocess, "Popen", begin)
+    until(lambda: apart.client.get("/readyz").status_code == 200)
+    assert apart.client.get("/healthz").json() == {"status": "alive"}
+    assert apart.generate(max_tokens=2).status_code == 200
+    assert "could not be started ([Errno 12] no memory); it is started again in" in caplog.text
 
 
 def is_running(pid: int) -> bool:

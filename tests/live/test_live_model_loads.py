@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.api import streaming
 from app.server import engine_process
 from app.server import models as registry_module
 from app.server.engine_process import EngineProcess
@@ -20,6 +23,8 @@ from tests.live.live_server import PATIENCE, until
 from tests.live.several_models import LiveModels, several
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
+
+CHAT = [{"role": "user", "content": "a"}]
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +85,56 @@ def test_a_client_whose_wait_would_be_too_long_is_told_when_to_come_back(tiny: P
         assert 590 <= int(refused.headers["retry-after"]) <= 601
         until(lambda: server.states()["embed"] == "ready")  # the load goes on
         embeds(server, "embed")
+
+
+STREAMS: dict[str, tuple[dict[str, Any], str]] = {  # with the comments or the white space that come first
+    "/v1/completions": ({"prompt": "a", "max_tokens": 3, "temperature": 0, "stream": True}, r"(: .+\n\n)+"),
+    "/v1/messages": ({"messages": CHAT, "max_tokens": 3, "temperature": 0, "stream": True}, r"(: .+\n\n)+"),
+    "/api/generate": ({"prompt": "a", "options": {"num_predict": 3, "temperature": 0}}, " +"),
+}
+
+
+@pytest.mark.full
+def test_a_stream_has_signs_of_life_while_its_model_is_loading(tiny: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(streaming, "COMMENT_SECONDS", 0.05)
+    with several({"late": on_demand(tiny)}) as server, ThreadPoolExecutor(len(STREAMS)) as pool:
+        for path, (text, headers) in zip(STREAMS, pool.map(early, [server] * len(STREAMS), STREAMS), strict=True):
+            found = re.match(STREAMS[path][1], text)
+            assert found is not None, text
+            now, usual = early(server, path)
+            assert not re.match(STREAMS[path][1], now)
+            assert same(text[found.end() :]) == same(now)
+            assert usual.keys() - headers.keys() <= {"server-timing", "request-id"}  # not known yet
+
+
+@pytest.mark.full
+def test_a_stream_whose_model_cannot_be_loaded_ends_with_the_error(
+    tmp_path: Path, tiny: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(streaming, "COMMENT_SECONDS", 0.01)
+    with several({"spare": on_demand(tiny), "absent": on_demand(tmp_path / "absent")}) as server:
+        loading, loop = server.registry._loading, server.registry._loop
+        for path, (body, _) in STREAMS.items():
+            server.registry.entries[1].retry_at = 0.0
+            asyncio.run_coroutine_threadsafe(loading.acquire(), loop).result(PATIENCE)  # as if another one were loading
+            with server.client.stream("POST", path, json={**body, "model": "absent"}) as answer:
+                first = next(content := answer.iter_text())
+                loop.call_soon_threadsafe(loading.release)
+                text = first + "".join(content)
+            assert (answer.status_code, str(tmp_path / "absent") in text) == (200, True)
+            assert "error" in json.loads(text.strip().splitlines()[-1].removeprefix("data: "))
+        assert server.registry.entries[1].num_waiting == 0
+
+
+def early(server: LiveModels, path: str) -> tuple[str, dict[str, str]]:
+    answer = server.post(path, **STREAMS[path][0], model="late")
+    assert answer.status_code == 200
+    return answer.text, dict(answer.headers)
+
+
+def same(text: str) -> str:
+    """The events without ids and times."""
+    return re.sub(r'"(id|created|created_at|\w+_duration)":("[^"]*"|\d+)', "", text)
 
 
 @pytest.mark.full

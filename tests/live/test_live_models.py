@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.cli.clients.chat import Chat, Conversation
 from app.cli.clients.connection import ServerConnection
 from app.cli.main import main
+from app.errors import SettingsInvalid
 from app.settings import DEMO_DIRECTORY
 from tests.live.several_models import LiveModels, several
 from tests.live.web_browser import WITHOUT_BROWSER, Visits, send, wait_for_answers
@@ -171,6 +174,61 @@ def test_samples_of_a_model_have_its_name_and_those_of_the_process_are_there_onc
     alone = models.client.get("/metrics?model=tiny").text
     assert 'model="embed"' not in alone
     assert "armature_requests_running 0.0" in alone
+
+
+@pytest.fixture(scope="module")
+def keyed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveModels]:
+    """Models with keys of their own; the first cannot be loaded, so that its requests pass the keys and end there."""
+    file = tmp_path_factory.mktemp("keys") / "embed"
+    file.write_text("of-embed\nof-both\n")
+    common = {"api_keys": ("of-chat", "of-both"), "load": "on-demand", "model_control": "on"}
+    embed = {"model": folders["embed"], "api_keys": (), "api_key_file": file}
+    with several({"chat": folders["chat"], "embed": embed}, **common) as server:
+        entry = server.registry.entries[0]
+        entry.state, entry.reason, entry.retry_at = "failed", "no memory", time.monotonic() + 3_600
+        yield server
+
+
+def keyed_as(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+@pytest.mark.parametrize("path", [path for path in NAMED if NAMED[path][0] == "chat"])
+def test_a_key_that_may_not_use_the_model_is_refused_in_the_form_of_the_dialect(keyed: LiveModels, path: str) -> None:
+    body = {**NAMED[path][1], "model": "chat"}
+    answers = {key: keyed.client.post(path, json=body, headers=keyed_as(key)) for key in ("", "of-embed", "of-both")}
+    assert [one.status_code for one in answers.values()] == [401, 403, 503]
+    assert "'chat'" in answers["of-embed"].text
+    assert "'embed'" not in answers["of-embed"].text
+    error, other = (answers[key].json().get("error") for key in ("of-embed", "of-both"))
+    assert type(error) is type(other) and (isinstance(error, str) or error.keys() == other.keys())
+    absent = keyed.client.post(path, json={**body, "model": "absent"}, headers=keyed_as("of-embed"))
+    assert (absent.status_code, "'embed'" in absent.text, "'chat'" in absent.text) == (404, True, False)
+
+
+def test_a_key_sees_loads_and_is_served_by_its_models_alone(keyed: LiveModels) -> None:
+    for key, names in (("of-embed", ["embed"]), ("of-chat", ["chat"]), ("of-both", ["chat", "embed"])):
+        headers = keyed_as(key)
+        get = partial(keyed.client.get, headers=headers)
+        assert [one["id"] for one in get("/v1/models").json()["data"]] == names
+        assert [one["name"] for one in get("/api/tags").json()["models"]] == names
+        assert [one["name"] for one in get("/v2/models/stats").json()["model_stats"]] == names
+        assert [one["model"] for one in get("/v1/loads").json()["loads"]] == names
+        index = keyed.client.post("/v2/repository/index", json={}, headers=headers).json()
+        assert [one["name"] for one in index] == [one["name"] for one in get("/info").json()["models"]] == names
+    for path in ("/v1/models/chat", "/v2/models/chat", "/info?model=chat"):
+        assert keyed.client.get(path, headers=keyed_as("of-embed")).status_code == 403
+    for path, body in (("/models/unload", {"model": "chat"}), ("/v2/repository/models/chat/load", {})):
+        assert keyed.client.post(path, json=body, headers=keyed_as("of-embed")).status_code == 403
+    unnamed = keyed.client.post("/v1/completions", json={"prompt": "a"}, headers=keyed_as("of-embed"))
+    assert (unnamed.status_code, unnamed.json()["error"]["code"]) == (400, "wrong_model_kind")
+    assert keyed.client.get("/info").status_code == 200  # its short form
+
+
+def test_a_model_without_keys_beside_models_with_keys_is_refused(folders: dict[str, Path]) -> None:
+    tables: dict[str, Any] = {"chat": folders["chat"], "embed": {"model": folders["embed"], "api_keys": ("a",)}}
+    with pytest.raises(SettingsInvalid, match="The model chat has no API keys, and others have"), several(tables):
+        raise AssertionError
 
 
 def test_models_are_not_loaded_or_unloaded_by_clients_unless_the_operator_lets_them(models: LiveModels) -> None:

@@ -63,6 +63,23 @@ def test_those_that_take_too_long_are_reported(tmp_path: Path) -> None:
         assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("where", ["off", pytest.param("on", marks=pytest.mark.full)])
+def test_a_second_ctrl_c_ends_at_once_with_a_sentence(tmp_path: Path, where: str) -> None:
+    slow, address = write_checkpoint(tmp_path / "slow", max_position_embeddings=100_000), tmp_path / "socket"
+    flags = ["--engine-process", where, "--calibrate", "off", "--log-level", "warning", "--host", "127.0.0.1"]
+    with server_process(slow, *flags, "--host", f"unix:{address}") as process:
+        url = ready(process)
+        body = LONG | {"max_tokens": 90_000}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as told:
+            next(told.iter_lines())
+            process.process.send_signal(signal.SIGINT)
+            until(lambda: not address.exists())  # it drains
+            process.process.send_signal(signal.SIGINT)
+            status, said = process.finish()
+    assert (status, said.count("\n")) == (0, 1), said
+    assert said.endswith("WARNING stopped by a second Ctrl-C: open requests are cut off\n")
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's /proc")
 def test_a_serving_process_has_one_openmp_runtime(tiny: Path) -> None:

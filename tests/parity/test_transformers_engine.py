@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from app.errors import CheckpointInvalid, RequestError
 from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from transformers_checkpoints import (
     PROMPTS,
+    beam_ids,
     build_engine,
+    completions,
     differing_prompts,
     generated_ids,
     greedy_ids,
@@ -21,15 +25,21 @@ from transformers_checkpoints import (
 
 # What the model keeps, and whether its rows are batched and its prompts computed in parts.
 CLASSES = {
-    "CodeGenForCausalLM": (True, True),  # keys and values
-    "MistralForCausalLM": (True, True),  # of a window
-    "RobertaForCausalLM": (True, False),  # positions that begin after the padding token; tokens that see the later ones
-    "MambaForCausalLM": (True, False),  # states
-    "JambaForCausalLM": (True, False),  # both, with experts
-    "RwkvForCausalLM": (False, None),  # states in lists
-    "OpenAIGPTLMHeadModel": (True, None),  # nothing: every step computes all tokens
+    "CodeGenForCausalLM": ("padded", True),  # keys and values
+    "MistralForCausalLM": ("padded", True),  # of a window
+    "RobertaForCausalLM": ("padded", False),  # positions from after the padding token; tokens that see the later ones
+    "MambaForCausalLM": ("padded", False),  # states
+    "JambaForCausalLM": ("padded", False),  # both, with experts
+    "RwkvForCausalLM": ("alone", None),  # states in lists
+    "OpenAIGPTLMHeadModel": ("padded", None),  # nothing: every step computes all tokens
+    "T5ForConditionalGeneration": ("padded", False),  # an encoder; positions from each other
+    "BartForConditionalGeneration": ("padded", False),  # positions that are learned
+    "MarianMTModel": ("padded", False),  # sinusoids
+    "M2M100ForConditionalGeneration": ("padded", False),  # that begin after the padding token
+    "T5GemmaForConditionalGeneration": ("equal", False),  # windows
+    "SwitchTransformersForConditionalGeneration": ("padded", False),  # experts
 }
-FEW = ("MistralForCausalLM", "MambaForCausalLM")
+FEW = ("MistralForCausalLM", "MambaForCausalLM", "BartForConditionalGeneration")
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +64,51 @@ def test_greedy_text_is_that_of_generate_alone_and_in_a_crowd(architecture: str,
     directory, model = written(architecture)
     engine = build_engine(directory)
     batches, takes_chunks = CLASSES[architecture]
-    assert engine.runner.batches is batches
+    assert engine.runner.batches == batches
     assert takes_chunks is None or engine.runner.takes_chunks is takes_chunks
     assert differing_prompts(engine, model) == []
     assert engine.snapshot().kv_used_tokens == 0, "nothing is kept of sequences that have ended"
+
+
+BEAMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"length_penalty": -1.0},
+    {"length_penalty": 2.0, "early_stopping": True},
+    {"length_penalty": 0.5, "early_stopping": "never"},
+)
+RULES = {
+    "no_repeat_ngram_size": 2, "forced_bos_token_id": 40, "forced_eos_token_id": 7, "suppress_tokens": [158, 12],
+    "bad_words_ids": [[14], [40, 50]], "encoder_no_repeat_ngram_size": 3,
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rules", [{}, RULES], ids=("free", "rules"))
+@pytest.mark.parametrize(
+    "architecture",
+    ["BartForConditionalGeneration", pytest.param("T5ForConditionalGeneration", marks=pytest.mark.nightly)],
+)
+def test_beams_are_those_of_generate_alone_and_in_a_crowd(
+    architecture: str, rules: dict[str, Any], written: Any, tmp_path: Path
+) -> None:
+    directory, model = written(architecture)
+    copy = tmp_path / "model"
+    shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("cache"))
+    config = json.loads((copy / "generation_config.json").read_text())
+    rules = dict.fromkeys(RULES) | rules
+    (copy / "generation_config.json").write_text(json.dumps(config | rules))
+    engine = build_engine(copy)
+    ends = list(range(0, 320, 3))
+    for options in BEAMS:
+        params = SamplingParams(
+            max_tokens=12, temperature=0.0, stop_token_ids=tuple(ends), ignore_eos=True, beam_width=3, **options
+        )
+        wanted = [
+            beam_ids(model, prompt, max_new_tokens=12, eos_token_id=ends, **rules, **options) for prompt in PROMPTS
+        ]
+        assert [completions(engine, [prompt], params)[0] for prompt in PROMPTS] == wanted, options
+        assert completions(engine, PROMPTS, params) == wanted, options
+    assert engine.snapshot().kv_used_tokens == 0
 
 
 @pytest.mark.cases(test=1)
@@ -121,9 +172,15 @@ def test_choices_random_numbers_and_leaving_clients(written: Any) -> None:
     assert greedy_ids(engine, PROMPTS[:1]) == [generated_ids(model, PROMPTS[0])]
 
 
-@pytest.mark.parametrize("field, value", [("beam_width", 2), ("prompt_logprobs", 1)])
-def test_what_is_not_offered_is_refused_by_its_name(field: str, value: int, written: Any) -> None:
-    engine = build_engine(written("MambaForCausalLM")[0])
+@pytest.mark.parametrize(
+    "field, value, architecture",
+    [
+        ("prompt_logprobs", 1, "MambaForCausalLM"),
+        pytest.param("beam_width", 2, "RwkvForCausalLM", marks=pytest.mark.full),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_its_name(field: str, value: int, architecture: str, written: Any) -> None:
+    engine = build_engine(written(architecture)[0])
     params = SamplingParams(**{field: value, "max_tokens": 4})
     (event,) = engine.add(Generate("request", (5, 6), params, arrived_at=0.0))
     assert isinstance(event, RequestFailed) and isinstance(event.error, RequestError)

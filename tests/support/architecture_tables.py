@@ -46,6 +46,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("metrics.*",),
     "torchao": ("weights.*", "armature_kernels.*"),
     "transformers": ("engine.transformers.*",),
+    "soundfile": ("engine.transformers.*",),
+    "PIL": ("engine.transformers.*",),
     "triton": ("armature_kernels.triton.*",),
     "httpx": (),
     "httptools": ("armature_bench.http.*", "api.http_protocol"),

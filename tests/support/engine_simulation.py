@@ -261,13 +261,11 @@ def plain_beams(
             logprobs = log_probabilities(fingerprints(prompt + tokens)[-1])
             grown += [(total + logprob, [*tokens, token]) for token, logprob in enumerate(logprobs)]
         beams = []
-        for total, tokens in sorted(grown, key=lambda beam: -beam[0]):
-            if len(beams) == width:
-                break
-            (ended if tokens[-1] == eos else beams).append((total, tokens))
-        if beams and len(prompt) + len(beams[0][1]) >= limit:
-            ended += beams
-            beams = []
+        for place, (total, tokens) in enumerate(sorted(grown, key=lambda beam: -beam[0])):
+            if tokens[-1] == eos or len(prompt) + len(tokens) >= limit:
+                ended += [(total, tokens)] if place < width else []
+            elif len(beams) < width:
+                beams.append((total, tokens))
         ended = sorted(ended, key=worth)[:width]
         if len(ended) == width and beams and worth(beams[0]) >= worth(ended[-1]):
             break

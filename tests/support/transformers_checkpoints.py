@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of transformers' causal classes, served or not by our own engines, with a byte-level tokenizer."""
+"""Tiny random checkpoints of transformers' classes that generate text, with a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from app.messages import Generate, RequestFailed, SamplingParams, TokensReady
+from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from served_families import SERVED
 from tiny_checkpoints import write_tokenizer
 
@@ -51,6 +51,7 @@ TINY: dict[str, Any] = {
     "rotary_dim": 4,
     "index_topk": 64,
     "bos_token_id": 0,
+    "decoder_start_token_id": 2,
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
@@ -103,7 +104,10 @@ def make_model(architecture: str, seed: int = 0) -> Any:
 
     kind = getattr(transformers, architecture)
     config_class = config_of(architecture)
-    model = kind(config_class(**tiny_values(config_class, architecture))).eval()
+    config = config_class(**tiny_values(config_class, architecture))
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # as in published checkpoints
+    model = kind(config).eval()
     fresh = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -114,7 +118,8 @@ def make_model(architecture: str, seed: int = 0) -> Any:
                 parameter.copy_(torch.randn_like(parameter) / min(parameter.shape) ** 0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-        logits = model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits
+        ids = torch.tensor([[5, 6, 7, 8]])
+        logits = model(input_ids=ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})).logits
     if not bool(logits.isfinite().all()):
         model.load_state_dict(fresh)
     return model
@@ -122,9 +127,13 @@ def make_model(architecture: str, seed: int = 0) -> Any:
 
 def config_of(architecture: str) -> Any:
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
 
-    types = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture]
+    tables = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    types = [kind for table in tables for kind, name in table.items() if name == architecture]
     return getattr(transformers, architecture).config_class or transformers.CONFIG_MAPPING[types[0]]
 
 
@@ -135,7 +144,10 @@ def write_transformers_checkpoint(directory: Path, architecture: str, seed: int 
     model = make_model(architecture, seed)
     model.save_pretrained(directory)
     write_tokenizer(directory)
-    model.generation_config = transformers.GenerationConfig()  # no forced last token, as some configurations say
+    if model.config.is_encoder_decoder:
+        model = type(model).from_pretrained(directory).eval()  # its sinusoids are made anew, not saved
+    else:
+        model.generation_config = transformers.GenerationConfig()  # the configuration's own are those of a request here
     return model
 
 
@@ -156,14 +168,18 @@ def build_engine(directory: Path, **settings: Any) -> Any:
 
 def greedy_ids(engine: Any, prompts: Any, max_tokens: int = NUM_TOKENS) -> list[list[int]]:
     """The completions of prompts that run together."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return completions(engine, prompts, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+
+
+def completions(engine: Any, prompts: Any, params: SamplingParams) -> list[list[int]]:
+    """The completions of prompts that run together, without the tokens that end them."""
     found: dict[str, list[int]] = {str(place): [] for place in range(len(prompts))}
     for place, prompt in enumerate(prompts):
         assert engine.add(Generate(str(place), tuple(prompt), params, arrived_at=0.0)) == []
     while engine.has_work:
         for event in engine.step():
             assert not isinstance(event, RequestFailed), event.error
-            if isinstance(event, TokensReady):
+            if isinstance(event, TokensReady | SequenceFinished):
                 found[event.request_id] += event.token_ids
     return list(found.values())
 
@@ -171,8 +187,23 @@ def greedy_ids(engine: Any, prompts: Any, max_tokens: int = NUM_TOKENS) -> list[
 def generated_ids(model: Any, prompt: Any, max_tokens: int = NUM_TOKENS) -> list[int]:
     """The completion by the library's own `generate`."""
     ids = torch.tensor([prompt])
-    options = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+    options = {
+        "max_new_tokens": max_tokens,
+        "do_sample": False,
+        "num_beams": 1,
+        "eos_token_id": None,
+        "pad_token_id": 1,
+    }
+    start = 1 if model.config.is_encoder_decoder else len(prompt)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, start:].tolist()
+
+
+def beam_ids(model: Any, prompt: Any, width: int = 3, **options: Any) -> list[int]:
+    """The best of `generate`'s beams, without the token that ends it."""
+    ids = torch.tensor([prompt])
+    options = {"num_beams": width, "do_sample": False, "pad_token_id": 1, **options}
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()[1:]
+    return found[:-1] if found[-1] in options["eos_token_id"] else found
 
 
 def differing_prompts(engine: Any, model: Any) -> list[str]:

@@ -100,11 +100,19 @@ def test_a_table_has_the_settings_of_its_model(tmp_path: Path, monkeypatch: pyte
     assert (demo.model, demo.load) == (None, "start")
 
 
+def test_keys_of_a_model_take_the_place_of_the_keys_for_all(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    file = write(tmp_path, "[one]\napi_keys = ['a']\n[two]\napi_key_file = './two'\n[three]\n")
+    found = models_of(file, "--api-keys", "b", "--api-key-file", str(keys))
+    assert [(each.api_keys, each.api_key_file) for each in found] == [
+        (("a",), None), ((), tmp_path / "two"), (("b",), keys),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "text, said",
     [
         ("[chat]\nport = 1\n", "port in .chat. is one value for all models: give it as --port"),
-        ("[chat]\napi_keys = ['k']\n", "--api-keys"),
         ("[chat]\ndrain_seconds = 1\n", "--drain-seconds"),
         ("[chat]\nmodel_control = 'on'\n", "--model-control"),
         ("[chat]\nprecison = 'int8'\n", r"\[chat\] precison is not a setting"),

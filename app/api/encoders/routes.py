@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
 from app.api.encoders.schemas import (
@@ -53,36 +53,77 @@ from app.api.encoders.schemas import (
 from app.api.encoders.vectors import VECTOR_WRITERS, join_with_pauses, to_base64_json, to_json_list
 from app.api.llama_cpp.routes import joined_ids
 from app.api.openai.schemas import OPENAI_ERRORS
-from app.api.routing import BODY_ERRORS, ApiCall, Dialect, Encoding, count_refusals, new_response_id
-from app.errors import InvalidRequest, WrongModelKind
+from app.api.routing import ApiCall, Dialect, Encoding, new_response_id, renamed_fields, run_beside_loop
+from app.api.streaming import server_timing
+from app.api.tasks.requests import split_pictures
+from app.errors import InvalidRequest, UnsupportedParameter, WrongModelKind
 from app.messages import Text
 from app.service.encode import MAX_TEXTS
-from app.service.requests import Encoded, EncodingRequest, TextInput, Truncation
-from app.service.served_model import FloatArray, ServedEncoder, ServedModel, paired_similarities, to_numpy
+from app.service.requests import Encoded, EncodingRequest, TaskRequest, TextInput, Truncation
+from app.service.served_model import (
+    FloatArray,
+    ServedEncoder,
+    ServedModel,
+    ServedTasks,
+    paired_similarities,
+    to_numpy,
+    wrong_kind_error,
+)
 
 OPENAI = Dialect("OpenAI", OPENAI_ERRORS)
 NATIVE = Dialect("Native")
 VLLM = Dialect("vLLM", OPENAI_ERRORS)
 COHERE = Dialect("Cohere", COHERE_ERRORS)
 TEI = Dialect("text-embeddings-inference", TEI_ERRORS)
-TEI_ROOT = Dialect("text-embeddings-inference")  # errors of its path have the native format otherwise
 
 # ---- embeddings ------------------------------------------------------------------------------------------------------
 
 
-@OPENAI.encodes(("/v1/embeddings", "/embeddings"), "OpenAI: embeddings of texts", operation="embeddings")
+async def embeddings_by_task(call: ApiCall, body: EmbeddingsBody, served: ServedTasks) -> Response:
+    """Embed texts, and pictures that are data URLs, with a model that has both in one space."""
+    if not served.config.reads_pictures or "feature-extraction" not in served.tasks:
+        raise wrong_kind_error(served)
+    if not all(isinstance(one, str) for one in body.input):
+        raise InvalidRequest(f"{served.name!r} reads texts and pictures, not token ids.", field="input")
+    if body.dimensions is not None or body.truncation.truncates:
+        field = "truncate" if body.dimensions is None else "dimensions"
+        raise UnsupportedParameter(f"{field} is not offered for {served.name!r}.", field=field)
+    size = sum(len(one) for one in body.input)
+    listed, files = await run_beside_loop(size, split_pictures, body.input)
+    parameters = to_json({"normalize": body.use_activation is not False})
+    task = TaskRequest(
+        "feature-extraction", to_json(listed), parameters, call.route.api, call.id, size, tuple(files), len(listed) > 1
+    )
+    with renamed_fields({"inputs": "input"}):
+        result = await call.service.run_task(task)
+    vectors = numpy.array(from_json(result.content), numpy.float32).reshape(len(listed), -1)
+    written = await _write_embeddings(body, vectors, served.name, result.num_tokens)
+    timing = server_timing([result.timings], "queue", "encode")
+    return Response(written, media_type="application/json", headers=timing)
+
+
+async def _write_embeddings(body: EmbeddingsBody, vectors: FloatArray, name: str, number: int) -> bytes:
+    to_bytes = VECTOR_WRITERS[body.encoding_format or "float"]
+    rows = (
+        b'{"object":"embedding","index":%d,"embedding":%b}' % (index, to_bytes(vector))
+        for index, vector in enumerate(vectors)
+    )
+    tail = b'],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (to_json(name), number, number)
+    return await join_with_pauses(b'{"object":"list","data":[', rows, tail)
+
+
+@OPENAI.encodes(
+    ("/v1/embeddings", "/embeddings"),
+    "OpenAI: embeddings of texts, and of pictures where the model reads them",
+    operation="embeddings",
+    by_task=embeddings_by_task,
+)
 async def embeddings(call: ApiCall, body: EmbeddingsBody, served: ServedEncoder) -> Encoding[EmbeddingsResponse]:
     """Embed texts or token ids."""
 
     async def write(encoded: Encoded) -> bytes:
-        to_bytes = VECTOR_WRITERS[body.encoding_format or "float"]
-        rows = (
-            b'{"object":"embedding","index":%d,"embedding":%b}' % (index, to_bytes(vector))
-            for index, vector in enumerate(to_numpy(encoded.arrays["embedding"]))
-        )
-        number = encoded.usage.prompt_tokens
-        tail = b'],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (to_json(served.name), number, number)
-        return await join_with_pauses(b'{"object":"list","data":[', rows, tail)
+        vectors = to_numpy(encoded.arrays["embedding"])
+        return await _write_embeddings(body, vectors, served.name, encoded.usage.prompt_tokens)
 
     inputs = [one if isinstance(one, str) else await joined_ids(call.service, one) for one in body.input]
     return Encoding(_pooling_request(call, body, inputs, "embedding"), write)
@@ -428,23 +469,6 @@ async def predict(
         return to_json(predictions if is_batch else predictions[0])
 
     return Encoding(_classification_request(call, texts, body.truncation, "inputs"), write, token_header)
-
-
-@TEI_ROOT.post(
-    "/",
-    "text-embeddings-inference: as /embed, or as /predict for a model with labels",
-    body=TeiEmbedBody,
-    response=list[list[float]] | list[LabelScore] | list[list[LabelScore]],
-    statuses=(*BODY_ERRORS, 504),
-    other_errors=TEI_ERRORS,
-    operation="",
-)
-async def embed_or_predict(call: ApiCall) -> Response:
-    """Embed, or classify with a model that has labels."""
-    await call.choose_errors()
-    with count_refusals(call.runtime.metrics, "native"):
-        served = call.service.encoder
-    return await call.forward(predict if served.labels else embed)
 
 
 # ---- relevance -------------------------------------------------------------------------------------------------------

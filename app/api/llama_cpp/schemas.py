@@ -315,6 +315,7 @@ class LlamaCppError(TypedDict):
 
 _ERROR_TYPES: Mapping[int, str] = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     503: "unavailable_error",
 }

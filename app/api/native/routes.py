@@ -45,7 +45,7 @@ from app.api.streaming import (
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.service.encode import named_prompt
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, Usage
-from app.service.served_model import ServedDecoder, ServedProgram, wrong_kind_error
+from app.service.served_model import ServedDecoder, ServedProgram, ServedTasks, wrong_kind_error
 from app.service.service import Service
 from app.text.chat import ChatOptions
 from app.text.tokenizer import Tokenizer, TokenSpan
@@ -292,6 +292,6 @@ async def tokenizer_info(call: ApiCall) -> TokenizerInfo:
 
 def _tokenizer(service: Service) -> Tokenizer:
     model = service.model
-    if isinstance(model, ServedProgram):
+    if isinstance(model, ServedProgram | ServedTasks):
         raise wrong_kind_error(model)
     return model.tokenizer

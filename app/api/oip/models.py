@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
+from pydantic_core import from_json, to_json
 
 from app.api.oip.schemas import ConfigTensor, ModelConfiguration, ModelMetadata, TensorMetadata
 from app.api.oip.tensors import (
@@ -19,11 +21,13 @@ from app.api.oip.tensors import (
     from_strings,
     to_strings,
 )
+from app.api.schemas import ReportIgnored
+from app.api.tasks.requests import read_task
 from app.errors import ContextLengthExceeded, InvalidRequest
 from app.messages import Array, Signature, TensorSpec, Text
 from app.service.encode import MAX_TEXTS
-from app.service.requests import Encoded, EncodingRequest, TextInput, Truncation
-from app.service.served_model import ServedEncoder, ServedModel, ServedProgram
+from app.service.requests import Encoded, EncodingRequest, TaskRequest, TaskResult, TextInput, Truncation
+from app.service.served_model import ServedEncoder, ServedModel, ServedProgram, ServedTasks
 
 TEXT_INPUT = TensorSpec("text", "BYTES", (-1,))
 # Optional inputs: `text_pair` is the second text of each pair; the others are an alternative to `text`.
@@ -34,6 +38,11 @@ OPTIONAL_INPUTS = (
     TensorSpec("token_type_ids", "INT64", (-1, -1)),
 )
 GENERATE_SIGNATURE = Signature((TensorSpec("text_input", "BYTES", (1,)),), (TensorSpec("text_output", "BYTES", (1,)),))
+# Each input is a text, or the JSON of what the task reads in place of one; each result is JSON. The last two are optional.
+TASK_SIGNATURE = Signature(
+    (TensorSpec("inputs", "BYTES", (-1,)), TensorSpec("parameters", "BYTES", (1,)), TensorSpec("task", "BYTES", (1,))),
+    (TensorSpec("result", "BYTES", (-1,)),),
+)
 # Datatypes that the model configuration extension does not name TYPE_ and the protocol's datatype.
 _CONFIG_TYPES = {"BYTES": "TYPE_STRING"}
 
@@ -41,6 +50,8 @@ _CONFIG_TYPES = {"BYTES": "TYPE_STRING"}
 def signature_of(model: ServedModel) -> Signature:
     if isinstance(model, ServedProgram):
         return model.signature
+    if isinstance(model, ServedTasks):
+        return TASK_SIGNATURE
     return (
         Signature((TEXT_INPUT, *OPTIONAL_INPUTS), _outputs(model))
         if isinstance(model, ServedEncoder)
@@ -98,7 +109,7 @@ def _config_tensor(spec: TensorSpec) -> ConfigTensor:
         "data_type": _CONFIG_TYPES.get(spec.datatype, f"TYPE_{spec.datatype}"),
         "dims": list(spec.shape),
     }
-    if spec in OPTIONAL_INPUTS:
+    if spec in OPTIONAL_INPUTS or spec in TASK_SIGNATURE.inputs[1:]:
         tensor["optional"] = True
     return tensor
 
@@ -165,7 +176,7 @@ def parse_bare_body(signature: Signature, body: bytes) -> dict[str, Array]:
 
     The body is a UTF-8 text, or values that give the shape by their number.
     """
-    specs = [spec for spec in signature.inputs if spec not in OPTIONAL_INPUTS]
+    specs = [spec for spec in signature.inputs if spec not in (*OPTIONAL_INPUTS, *TASK_SIGNATURE.inputs[1:])]
     if len(specs) != 1:
         raise InvalidRequest("A bare binary body needs a model with one input: send a JSON object before the bytes.")
     spec = specs[0]
@@ -192,6 +203,29 @@ def _bare_shape(spec: TensorSpec, num_bytes: int) -> tuple[int, ...]:
 
 
 # A client can request much padding with a small body, and the response is in memory until it was read.
+def task_request(model: ServedTasks, inference: InferRequest, identity: str, report: ReportIgnored) -> TaskRequest:
+    """Return the request of a task for these tensors. Raises `InvalidRequest`."""
+    for name, tensor in inference.inputs.items():  # not together: only one of them has rows
+        check_inputs(TASK_SIGNATURE.inputs, {name: tensor})
+    check_complete(TASK_SIGNATURE.inputs[:1], inference.inputs)
+    given = {name: to_strings(name, tensor) for name, tensor in inference.inputs.items()}
+    task = given["task"][0] if "task" in given else model.tasks[0]
+    texts: list[Any] = given["inputs"]
+    try:
+        parameters = from_json(given["parameters"][0]) if "parameters" in given else None
+        inputs = [from_json(text) for text in texts] if task == "question-answering" else texts
+    except ValueError as error:
+        raise InvalidRequest(f"An element is not JSON: {error}.", field="inputs") from error
+    body = to_json({"inputs": inputs, "parameters": parameters})
+    return read_task(model, task, body, "oip", identity, report)[0]
+
+
+def task_tensors(result: TaskResult) -> dict[str, Array]:
+    """Return the results of a task's inputs, each as JSON."""
+    rows = [to_json(row).decode() for row in from_json(result.content)]
+    return {"result": from_strings(rows, (len(rows),))}
+
+
 # 64 MiB are 85 rows of 512 × 384.
 MAX_PADDED_BYTES = 64 * 2**20
 

@@ -84,7 +84,7 @@ from app.errors import InvalidRequest, ModelNotFound, NotReady, RequestTimeout, 
 from app.messages import SamplingParams
 from app.metrics.instruments import DurationTotal, Metrics
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, InferenceRequest, ScoredToken
-from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram
+from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram, ServedTasks
 from app.version import VERSION as SERVER_VERSION
 
 EXTENSIONS = (
@@ -323,6 +323,12 @@ async def _run_inference(call: ApiCall, model: ServedModel, inference: InferRequ
         usage = {"prompt_tokens": encoded.usage.prompt_tokens}
         return InferResult(models.output_tensors(model, text_inference, encoded), encoded.timings, usage)
     signature = signature_of(model)
+    if isinstance(model, ServedTasks):
+        with count_refusals(runtime.metrics, "oip"):
+            requested_outputs(signature, inference)
+            request = models.task_request(model, inference, call.id, call.report_ignored)
+        result = await runtime.service.run_task(request)
+        return InferResult(models.task_tensors(result), result.timings, {"prompt_tokens": result.num_tokens})
     with count_refusals(runtime.metrics, "oip"):
         check_inputs(signature.inputs, inference.inputs)
         check_complete(signature.inputs, inference.inputs)

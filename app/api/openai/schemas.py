@@ -326,6 +326,8 @@ class GenerationBody(SamplingFields):
     n_predict: Int64 | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+    source_lang: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    target_lang: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     add_special_tokens: bool | None = None
 
     @property
@@ -500,7 +502,11 @@ def _error_body(error: HttpError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
 
 
-_ERROR_TYPES: Mapping[int, str] = {401: "authentication_error", 429: "rate_limit_error"}
+_ERROR_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
 OPENAI_ERRORS = ErrorFormat(_error_body, OpenAIError)
 
 

@@ -30,7 +30,7 @@ _NO_LIMIT = -1  # `max_tokens` of llama.cpp's and LM Studio's clients: up to the
 MAX_TOTAL_CHOICES = 128  # prompts × n
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-Defaults = Mapping[str, float]
+Defaults = Mapping[str, Any]
 
 
 def chat_request(body: ChatBody, defaults: Defaults) -> GenerationRequest:
@@ -63,6 +63,8 @@ def chat_request(body: ChatBody, defaults: Defaults) -> GenerationRequest:
         cache_salt=body.cache_salt,
         pictures=pictures_of(body.messages),
         thinking_budget=body.thinking_limit,
+        source_lang=body.source_lang,
+        target_lang=body.target_lang,
     )
 
 
@@ -87,6 +89,8 @@ def completion_requests(body: CompletionBody, defaults: Defaults) -> list[Genera
             grammar=grammar,
             infill=Infill(body.suffix) if body.suffix else None,
             cache_salt=body.cache_salt,
+            source_lang=body.source_lang,
+            target_lang=body.target_lang,
         )
         for prompt in body.prompt
     ]
@@ -131,7 +135,7 @@ def _completion_params(body: CompletionBody, defaults: Defaults) -> SamplingPara
     if best_of > n and body.stream and not body.use_beam_search:
         raise InvalidRequest("best_of greater than n cannot be streamed.", field="best_of")
     more: dict[str, Any] = {
-        "max_tokens": _max_tokens(body, DEFAULT_COMPLETION_TOKENS),
+        "max_tokens": _max_tokens(body, None if "max_tokens" in defaults else DEFAULT_COMPLETION_TOKENS),
         "logprob_token_ids": body.logprob_token_ids,
         "prompt_logprobs": _prompt_logprobs(body, _echoed_logprobs(body)),
     }
@@ -147,7 +151,7 @@ def _beam_params(body: GenerationBody, width: int) -> dict[str, Any]:
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
             raise InvalidRequest("length_penalty needs use_beam_search.", field="length_penalty")
-        return {}
+        return {"beam_width": 1} if body.use_beam_search is False or next(_grammars(body), None) is not None else {}
     if width > MAX_BEAMS:
         raise InvalidRequest(f"A beam search has at most {MAX_BEAMS} beams, not {width}.", field="n")
     if next(_grammars(body), None) is not None:

@@ -35,10 +35,13 @@ METRICS_TYPES = {name: {"schema": {"type": "string"}} for name in ("text/plain",
     openapi={"responses": {500: {"description": "The worker thread has died.", "model": LivenessStatus}}},
 )
 async def healthz(call: ApiCall) -> Reply[LivenessStatus]:
-    """Report liveness; 500 after the worker thread has died, when only a restart helps."""
-    models = call.runtime.models
-    alive = call.service.alive if models is None else models.is_healthy
-    return Reply({"status": "alive" if alive else "dead"}, 200 if alive else 500)
+    """Report liveness; 500 after the worker thread has died, when only a restart helps. Name what is not ready."""
+    models, service = call.runtime.models, call.service
+    alive = service.alive if models is None else models.is_healthy
+    body: LivenessStatus = {"status": "alive" if alive else "dead"}
+    if models is None and alive and not service.ready:
+        body["stage"] = service.stage
+    return Reply(body, 200 if alive else 500)
 
 
 @PROBES.get(

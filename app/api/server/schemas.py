@@ -8,9 +8,10 @@ from typing_extensions import TypedDict
 
 
 class LivenessStatus(TypedDict):
-    """Response of `/healthz`: `alive` or `dead`."""
+    """Response of `/healthz`: `alive` or `dead`, and what is done until the server is ready."""
 
     status: str
+    stage: NotRequired[str]
 
 
 class LoadProgressStatus(TypedDict):

@@ -125,8 +125,8 @@ def rows_not_finite(*largest: Tensor) -> list[int]:
 def apply_penalties(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
     """Return a float32 copy of logits [rows, vocab] with each sequence's penalties and biases applied.
 
-    The repetition penalty counts prompt and completion, as in transformers; presence and frequency penalties the
-    completion alone, as in the OpenAI API. Tokens are counted again at each step.
+    The repetition penalty counts prompt and completion, as in transformers, without an encoder's source; presence and
+    frequency penalties the completion alone, as in the OpenAI API. Tokens are counted again at each step.
     """
     scores = logits.to(torch.float32, copy=True)
     for row, sequence in enumerate(sequences):
@@ -138,7 +138,7 @@ def apply_penalties(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor
 def _apply_penalties_to_row(scores: Tensor, sequence: Sequence) -> None:
     params, num_prompt = sequence.params, sequence.num_prompt_tokens
     if params.repetition_penalty != 1.0:
-        ids = set(sequence.token_ids)
+        ids = set(sequence.token_ids[sequence.num_source_tokens :])
         if sequence.vectors:
             ids = {token for token in ids if token < FIRST_VECTOR_ID}
         seen = torch.tensor(list(ids), device=scores.device)

@@ -135,13 +135,17 @@ def _mask_of(token_ids: tuple[int, ...], vocab_size: int) -> Words:
 class Sampler:
     """A stateless sampler: neither the batch nor a preemption changes a sampled token."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, candidates: SampleRows | None = None) -> None:
         self.vocab_size = vocab_size
+        self._beam_candidates = candidates or beam_candidates
 
-    def sample(self, logits: Tensor, rows: Rows[LogitRow], masks: RowMasks | None = None) -> list[SampledTokens]:
+    def sample(
+        self, logits: Tensor, rows: Rows[LogitRow], masks: RowMasks | None = None, reported: Tensor | None = None
+    ) -> list[SampledTokens]:
         """Return the samples of each row of logits [rows, vocab], of the tokens that `masks` allow.
 
-        A row whose logits are not finite gets `NOT_SAMPLED`; the others do not depend on it.
+        A row whose logits are not finite gets `NOT_SAMPLED`; the others do not depend on it. Log-probabilities are those
+        of `reported`, if given, else of the logits.
         """
         expected = (len(rows), self.vocab_size)
         assert logits.shape == expected, (
@@ -149,7 +153,8 @@ class Sampler:
         )
         groups: dict[SampleRows, list[int]] = {}
         for index, row in enumerate(rows):
-            groups.setdefault(_sampling_function(row.sequence), []).append(index)
+            sample_rows = self._beam_candidates if row.sequence.is_beam else _sampling_function(row.sequence)
+            groups.setdefault(sample_rows, []).append(index)
         if (
             masks is None
             and groups.keys() == {_sample_greedy}
@@ -167,15 +172,13 @@ class Sampler:
             chosen = sample_rows(select_rows(scores, indices), [rows[index] for index in indices])
             for index, one in zip(indices, chosen, strict=True):
                 samples[index] = one
-        samples = _with_logprobs(samples, logits, rows)
+        samples = _with_logprobs(samples, logits if reported is None else reported, rows)
         for index in bad:
             samples[index] = NOT_SAMPLED
         return samples
 
 
 def _sampling_function(sequence: Sequence) -> SampleRows:
-    if sequence.is_beam:
-        return _beam_candidates
     if not sequence.params.greedy:
         return _sample_random
     return _sample_greedy_penalised if sequence.params.changes_scores else _sample_greedy
@@ -196,10 +199,18 @@ def _sample_random(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
     return [SampledTokens((token_id,)) for token_id in multinomial(probs, uniforms).tolist()]
 
 
-def _beam_candidates(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
+def beam_candidates(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
     """Return each parent's best candidates with log-probabilities, best first, without a temperature."""
+    return _top_candidates(_log_softmax(apply_penalties(logits, [row.sequence for row in rows])), rows)
+
+
+def normalized_candidates(logprobs: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
+    """Return the same of log-probabilities [rows, vocab], which penalties change, as in transformers."""
+    return _top_candidates(apply_penalties(logprobs, [row.sequence for row in rows]), rows)
+
+
+def _top_candidates(logprobs: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
     sequences = [row.sequence for row in rows]
-    logprobs = _log_softmax(apply_penalties(logits, sequences))
     best = _top_tokens(logprobs, max(sequence.num_candidates for sequence in sequences))
     samples = []
     for row, sequence in zip(best, sequences, strict=True):

@@ -116,6 +116,7 @@ class Sequence:
     params: SamplingParams
     token_ids: list[int]
     num_prompt_tokens: int
+    num_source_tokens: int = 0  # of the prompt, read by the encoder if the model has one
     seed: int = 0  # resolved, in [0, 2^63); random numbers depend only on it and on the position
     # each of these ids ends the sequence and is not part of the text
     stop_ids: frozenset[int] = field(default_factory=frozenset)
@@ -208,6 +209,7 @@ def make_sequence(
         params=params,
         token_ids=list(request.token_ids),
         num_prompt_tokens=len(request.token_ids),
+        num_source_tokens=request.num_source_tokens,
         seed=resolve_seed(params.seed, choice),
         # a grammar allows an end token where the text may end, so it must end the sequence there
         stop_ids=frozenset(params.stop_token_ids)

@@ -1,7 +1,8 @@
 """Beam search over one request: select the continuations to keep and the best hypothesis.
 
 A score is the log-probability of a completion, including the stop token, over its number of tokens to the power of
-`length_penalty`.
+`length_penalty`. The search is that of transformers' `generate`: of one step's continuations only the best `width` may
+end, and `early_stopping` says when no better end is looked for.
 """
 
 from __future__ import annotations
@@ -75,17 +76,12 @@ class BeamGroup:
     def select(self, sampled: Iterable[tuple[Sequence, SampledTokens]]) -> list[Continuation]:
         """Return the best `width` continuations, none if the search is over; ending ones above become hypotheses."""
         chosen: list[Continuation] = []
-        num_taken = 0
-        for one in sorted(_candidate_continuations(sampled), key=lambda one: -one.logprob):
-            if num_taken == self.width:
-                break
-            if one.token.token_id in one.parent.stop_ids:
-                self._finish(one, "stop")
-                continue
-            num_taken += 1
-            if len(one.parent.token_ids) + 1 >= one.parent.max_length:
-                self._finish(one, "length")
-            else:
+        for place, one in enumerate(sorted(_candidate_continuations(sampled), key=lambda one: -one.logprob)):
+            stops = one.token.token_id in one.parent.stop_ids
+            if stops or len(one.parent.token_ids) + 1 >= one.parent.max_length:
+                if place < self.width:
+                    self._finish(one, "stop" if stops else "length")
+            elif len(chosen) < self.width:
                 chosen.append(one)
         return [] if self._is_over(chosen) else chosen
 
@@ -115,10 +111,17 @@ class BeamGroup:
         self.finished = sorted([*self.finished, found], key=lambda one: -one.score)[: self.width]
 
     def _is_over(self, chosen: list[Continuation]) -> bool:
-        """Return True if no beam continues, or `width` hypotheses score at least as well as the best beam now."""
-        if len(self.finished) < self.width:
+        """Return True if no beam continues, or `width` hypotheses score at least as well as the best beam may."""
+        params = self.root.params
+        if len(self.finished) < self.width or not chosen:
             return not chosen
-        return max((one.score for one in chosen), default=-inf) <= self.finished[-1].score
+        if params.early_stopping is True:
+            return True
+        best = chosen[0]
+        length = best.num_tokens
+        if params.early_stopping == "never" and params.length_penalty > 0:
+            length = self.root.max_length - self.root.num_prompt_tokens
+        return best.logprob / float(length**params.length_penalty) <= self.finished[-1].score
 
 
 def _candidate_continuations(sampled: Iterable[tuple[Sequence, SampledTokens]]) -> Iterator[Continuation]:

@@ -158,6 +158,7 @@ class KvSlots:
         checkpoints: StateCheckpoints | None = None,
     ) -> None:
         self.shares, self.checkpoints = shares, checkpoints
+        self.copies_forks = not shares  # a fork has a copy of its own of all that it continues
         self.slots = [KvSlot(index, has_state=checkpoints is not None) for index in range(num_slots)]
         self.tokens_per_page = tokens_per_page
         self.capacity_tokens = capacity_tokens // tokens_per_page * tokens_per_page
@@ -452,9 +453,16 @@ class KvAllocator:
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Place a child that continues its parent's computed tokens. False if there is no capacity."""
         assert parent.slot is not None, "only a running sequence has children"
-        end = parent.num_computed
-        state = None if self.pool.checkpoints is None else parent.slot
-        return self._allocate(child, shared_placement(self.pool.slots[parent.slot], end, state))
+        end, pool = parent.num_computed, self.pool
+        if not pool.copies_forks:
+            state = None if pool.checkpoints is None else parent.slot
+            return self._allocate(child, shared_placement(pool.slots[parent.slot], end, state))
+        if not self._allocate(child, Placement()):
+            return False
+        assert child.slot is not None, "it has just been allocated"
+        self._copies.append(KvCopy(parent.slot, child.slot, 0, end))
+        self.set_computed(child, end)
+        return True
 
     def grow(self, sequence: Sequence, num_more: int = 0) -> bool:
         """Reserve capacity for all tokens and `num_more` more; False if this would require a preemption."""

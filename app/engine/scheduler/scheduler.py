@@ -208,6 +208,8 @@ def max_sequence_tokens(request: Generate, limits: EngineLimits, pool: KvSlots) 
     )
     if params.beam_width == 1:
         return bound
+    if pool.copies_forks:
+        return min(bound, pool.capacity_tokens // params.beam_width)
     # The prompt is stored once. The root and each beam store a completion, and each end needs a separate page.
     capacity = pool.capacity_tokens - num_prompt - (2 * params.beam_width + 1) * pool.tokens_per_page
     return min(bound, num_prompt + capacity // (params.beam_width + 1))

@@ -13,6 +13,10 @@ def build_transformers_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[
     """Load the model with transformers and build its engine. Raises a `StartupError`."""
     request.report("importing transformers")
     torchao_module("transformers.modeling_utils")  # which imports torchao
+    if request.checkpoint.kind == "encoder":
+        from app.engine.transformers.task_table import build_task_engine
+
+        return build_task_engine(request)
     from app.engine.transformers.generation import build_generation_engine
 
     return build_generation_engine(request)

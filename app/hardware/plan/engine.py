@@ -23,8 +23,8 @@ _NATIVE_SETTINGS: tuple[tuple[str, tuple[object, ...]], ...] = (
 _EXACT = ("auto", "fp32", "bf16", "fp16")
 BY_TRANSFORMERS = "transformers computes this model"
 _MISSING = (
-    "Missing there: weights in int8 and int4, shared prefixes, speculation, beam search, prompt_logprobs and LoRA adapters;"
-    " it is not measured, so its expected speed is an estimate from bytes and operations"
+    "Missing there: weights in int8 and int4, shared prefixes, speculation, prompt_logprobs and LoRA adapters; it"
+    " is not measured, so its expected speed is an estimate from bytes and operations"
 )
 
 

@@ -535,7 +535,7 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "an encoder that reads the text and a decoder that attends to it": (
         *("T5", "MT5", "UMT5", "Bart", "MBart", "Pegasus", "Marian", "BigBirdPegasus", "LED", "SwitchTransformers"),
-        *("M2M100", "MvpFor", "PLBart", "ProphetNet"),
+        *("M2M100", "MvpFor", "PLBart", "ProphetNet", "LongT5", "FSMT", "Blenderbot", "NllbMoe", "EncoderDecoder"),
     ),
     "speech": ("Whisper", "Speech", "Wav2Vec", "Voxtral", "Moshi", "Qwen2Audio"),
     "pictures": (

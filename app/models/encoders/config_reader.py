@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
-from app.errors import CheckpointInvalid
+from app.errors import CheckpointInvalid, NotNative
 from app.models.config_reader import MAX_INTEGER, MAX_LAYERS, ConfigReader
 from app.models.decoders.config import ACTIVATIONS, ModelConfig
 from app.models.decoders.families import reason_of
@@ -185,7 +185,7 @@ def read_encoder(values: Mapping[str, Any], sentence: SentenceConfig | None = No
     kind = _encoder_class_of(values, sentence.pooling is not None)
     if kind is None:
         said = values.get("architectures") or values.get("model_type")
-        raise CheckpointInvalid(
+        raise NotNative(
             f"config.json: {said} is not supported as an encoder; supported are {supported_encoders()}, each with its ForMaskedLM and"
             " ForSequenceClassification."
         )

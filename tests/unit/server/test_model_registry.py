@@ -37,7 +37,7 @@ class FakeServing:
         self.alive = False
         self.service = SimpleNamespace(ready=False, stage="loading", adapters=SimpleNamespace(find=lambda name: None))
 
-    def runtime(self) -> Any:
+    def runtime(self, keys: Any) -> Any:
         return module.ApiRuntime(self.service, None, None, dict, 0)  # type: ignore[arg-type]
 
     def runtime_among(self, process: Any) -> Any:
@@ -186,3 +186,32 @@ def check(registry: ModelRegistry) -> None:
 def test_requests_are_served_or_refused_in_any_order_of_events(registry_of: Any, steps: list[Step]) -> None:
     registry, fatal = registry_of()
     asyncio.run(play(registry, fatal, steps))
+
+
+def test_a_fault_of_ours_leaves_no_model_loading_or_unloading(
+    registry_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, fatal = registry_of()
+
+    def fail_once(owner: Any, name: str) -> None:
+        usual = getattr(owner, name)
+
+        def fail(argument: Any) -> Any:
+            monkeypatch.setattr(owner, name, usual)
+            raise KeyError("a fault")
+
+        monkeypatch.setattr(owner, name, fail)
+
+    async def play_faults() -> None:
+        await registry.start()
+        entry = registry.find("one")
+        assert entry is not None
+        fail_once(module, "_wish")
+        assert await use(registry, "one", 1) == "served"
+        fail_once(registry, "_release")
+        await registry.unload(entry)
+        assert await use(registry, "one", 1) == "served"
+        await registry.stop()
+
+    asyncio.run(asyncio.wait_for(play_faults(), PATIENCE))
+    assert not fatal

@@ -12,7 +12,7 @@ import torch
 from app.errors import CheckpointInvalid, PlanImpossible
 from app.hardware.plan.engine import decide_engine
 from app.models import transformers_config
-from app.models.transformers_config import TransformersConfig, causal_classes
+from app.models.transformers_config import TransformersConfig, class_table
 from app.settings import Settings
 from app.weights.checkpoint import open_checkpoint
 from tiny_checkpoints import write_checkpoint, write_tokenizer, write_weights
@@ -54,7 +54,7 @@ def test_a_native_model_is_left_to_it_where_that_is_asked_for(tmp_path: Path) ->
 
 
 def test_without_the_extra_the_refusal_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    causal_classes.cache_clear()
+    class_table.cache_clear()
     monkeypatch.setattr(transformers_config, "find_spec", lambda name: None)
     try:
         with pytest.raises(
@@ -62,7 +62,7 @@ def test_without_the_extra_the_refusal_names_the_command(tmp_path: Path, monkeyp
         ):
             open_checkpoint(write(tmp_path))
     finally:
-        causal_classes.cache_clear()
+        class_table.cache_clear()
 
 
 @pytest.mark.parametrize(

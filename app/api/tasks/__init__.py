@@ -1,0 +1,1 @@
+"""Tasks besides generation in the form of Hugging Face's inference API."""
