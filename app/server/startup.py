@@ -52,7 +52,7 @@ from app.server.engine_process import EngineProcess
 from app.server.model_source import check_vocabulary
 from app.server.prepare import Prepared, UnfetchedModel
 from app.server.start_console import StartConsole
-from app.service.pictures import PictureReader, Tower
+from app.service.pictures import ChatPictureReader, Tower
 from app.service.served_model import (
     HELD_BYTES_DIVISOR,
     MIN_HELD_BYTES,
@@ -333,7 +333,7 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     return replace(decoder, no_pictures=reader) if isinstance(reader, str) else replace(decoder, pictures=reader)
 
 
-def picture_reader(checkpoint: Checkpoint, plan: ServingPlan, max_images: int) -> PictureReader | str:
+def picture_reader(checkpoint: Checkpoint, plan: ServingPlan, max_images: int) -> ChatPictureReader | str:
     """Return what reads pictures for this model, or why none can be read. Nothing is loaded before the first one."""
     config = checkpoint.model_config
     if not isinstance(config, ModelConfig) or checkpoint.gguf is not None or not reads_pictures(config.architecture):
@@ -353,7 +353,7 @@ def picture_reader(checkpoint: Checkpoint, plan: ServingPlan, max_images: int) -
 
         return PictureTower(checkpoint.directory, config.architecture, scale)
 
-    return PictureReader(load, max_images)
+    return ChatPictureReader(load, max_images)
 
 
 def use_http_threads(number: int) -> None:

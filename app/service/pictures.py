@@ -62,7 +62,7 @@ class PlacedPictures:
         return sum(len(one.data) for one in self.vectors)
 
 
-class PictureReader:
+class ChatPictureReader:
     """Reads pictures with a tower, which is loaded for the first one, and keeps the vectors of the latest ones.
 
     `report` gets whether a picture was known, and the seconds that its vectors took. `read` runs in one thread.
@@ -102,7 +102,7 @@ class PictureReader:
         return ReadPicture(vectors, key, tower.token_id)
 
 
-def check_pictures(reader: PictureReader | None, reason: str, pictures: Sequence[Picture]) -> PictureReader:
+def check_pictures(reader: ChatPictureReader | None, reason: str, pictures: Sequence[Picture]) -> ChatPictureReader:
     """Return the reader of a request's pictures. Raises `UnsupportedParameter` if there is none, or for too many."""
     if reader is None:
         raise UnsupportedParameter(f"{pictures[0].field} is a picture, and {reason}.", field=pictures[0].field)

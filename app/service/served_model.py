@@ -17,7 +17,7 @@ from app.messages import MAX_LOGPROBS, Array, Signature
 from app.models.encoders.config import EncoderConfig
 from app.models.program_graph import ProgramSizes
 from app.models.transformers_tasks import TaskConfig
-from app.service.pictures import PictureReader
+from app.service.pictures import ChatPictureReader
 from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import ReasoningFormat
@@ -82,7 +82,7 @@ class ServedDecoder:
     grammars: GrammarCompiler | None = None
     tool_format: ToolFormat = TOOL_FORMATS["hermes"]
     reasoning_format: ReasoningFormat | None = None
-    pictures: PictureReader | None = None
+    pictures: ChatPictureReader | None = None
     no_pictures: str = "this server's models read text"
     source: SourceText | None = None
 
