@@ -238,13 +238,30 @@ class SetAdapter(Struct, frozen=True, array_like=True, tag=True):
     is_loaded: bool
 
 
+# Ids from here on stand for vectors in a prompt. They follow from the content, so that equal prompts have equal ids, and
+# lie beyond every vocabulary.
+FIRST_VECTOR_ID, NUM_VECTOR_IDS = 2**30, 2**30
+
+
+class PromptVectors(Struct, frozen=True, array_like=True):
+    """Vectors of a picture, FP32 [rows, hidden] in row-major `data`, in place of a prompt's tokens from `start` on."""
+
+    start: int
+    num_rows: int
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_rows
+
+
 class Generate(Struct, frozen=True, array_like=True, tag=True):
     """One tokenized generation request. `arrived_at` is `time.monotonic()` when the HTTP request was admitted.
 
     `bad_word_ids` are the token sequences of `params.bad_words`. The completion follows `grammar`, if it is given, which
     is compiled: `definition` is the grammar as the library reads it. `adapter` None means the model alone. Only requests
-    with the same `cache_salt` share keys and values. The first `num_source_tokens` are those of an encoder, where the
-    model has one.
+    with the same `cache_salt` share keys and values. Where the prompt has `vectors`, its ids are from `FIRST_VECTOR_ID` on.
+    The first `num_source_tokens` are those of an encoder, where the model has one.
     """
 
     request_id: str
@@ -257,6 +274,7 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
     cache_salt: str | None = None
     definition: str = ""
     thinking: ThinkingLimit | None = None
+    vectors: tuple[PromptVectors, ...] = ()
     num_source_tokens: int = 0
 
     def with_decoder(self, start_ids: tuple[int, ...], params: SamplingParams) -> Generate:

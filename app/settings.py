@@ -421,6 +421,9 @@ class Settings(BaseSettings):
         20,
         "Most log-probabilities that a request may ask for at each token; -1: those of the whole vocabulary.",
     )
+    max_images: Annotated[int, Field(ge=0)] = setting(
+        "limits", 16, "Most pictures that a chat may have, with a model that reads them; 0: none."
+    )
     rate_limit: Annotated[str, _checked_by(parse_rate_limit)] = setting(
         "limits",
         "",

@@ -51,10 +51,13 @@ any length.
 
 ## Served
 
-A class with a slash is served as the text half of a model whose text model has the type after it.
+A class with a slash is served with the text model of the type after it. **Pictures in chats** are read with SmolVLM,
+Idefics 3, LLaVA, LLaVA-NeXT (Granite vision too), LLaVA-OneVision, InternVL and Ovis 2, on processors, with the extra
+`transformers`, whose part is loaded for the first one: a data URL or base64 in a user's message, no address, as JPEG, PNG,
+WebP, GIF, BMP or TIFF of one frame and up to 64 megapixels, at most `max_images`.
 
-| `architectures` | models | `architectures` | models | `architectures` | models |
-|---|---|---|---|---|---|
+| `architectures` | models | `architectures` | models | `architectures` | models | `architectures` | models |
+|---|---|---|---|---|---|---|---|
 """
 BY_TRANSFORMERS = """
 ## Computed by transformers
@@ -84,7 +87,7 @@ What these classes need no native engine has; a name stands for all classes that
 
 def page() -> str:
     cells = [f"| `{name}` | {family.title} " for name, family in DECODER_FAMILIES.items()]
-    lines = zip_longest(*(cells[place::3] for place in range(3)), fillvalue="| | ")
+    lines = zip_longest(*(cells[place::4] for place in range(4)), fillvalue="| | ")
     served = ("".join(line) + "|\n" for line in lines)
     refused = (f"| {need} | {', '.join(prefixes)} |\n" for need, prefixes in UNSUPPORTED.items())
     return HEAD + "".join(served) + by_transformers() + REFUSED + "".join(refused)

@@ -292,6 +292,12 @@ class Metrics:
         self.num_vectors += num_vectors
         self.rates["vectors"].record(num_vectors)
 
+    def picture_read(self, is_known: bool, seconds: float) -> None:
+        """Record a picture of a prompt, on the thread that reads them. `is_known`: its vectors were kept."""
+        self._pictures.labels("cached" if is_known else "encoded").inc()
+        if not is_known:
+            self._picture_seconds.observe(seconds)
+
     def speech_recognized(self, audio_seconds: float, seconds: float) -> None:
         """Record a sound of so many seconds, whose request took `seconds`."""
         self._audio_seconds.inc(audio_seconds)
@@ -365,6 +371,13 @@ class Metrics:
         for kind in ("prompt", "cached", "completion"):
             self._tokens.labels(kind)
         self._vectors = self.counter("vectors", "Texts or rows for which a vector or scores were returned.")
+        self._pictures = self.counter(
+            "pictures", "Pictures in prompts: encoded, or cached from an earlier one.", "kind"
+        )
+        for kind in ("encoded", "cached"):
+            self._pictures.labels(kind)
+        picture_help = "Time in which a picture was decoded and its vectors were made."
+        self._picture_seconds = self.histogram("picture_seconds", picture_help, SECONDS_BUCKETS)
         self._audio_seconds = self.counter("audio_seconds", "Seconds of sounds whose speech was recognized.")
         self._real_time_factor = self.histogram(
             "audio_real_time_factor", "Time of a request over the duration of its sound.", RATIO_BUCKETS

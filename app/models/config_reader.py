@@ -63,6 +63,11 @@ _IMPLEMENTATION = (
     " spatial_merge_size num_logits_to_keep mamba_chunk_size chunk_size mamba_ssm_dtype mamba_ssm_cache_dtype"
     " use_mamba_kernels residual_in_fp32"
 )
+# Beside the section of the text model: what the library reads pictures with, and copies of the text model's values.
+_PICTURES = (
+    "downsample_ratio image_grid_pinpoints image_seq_length scale_factor vision_aspect_ratio visual_indicator_token_ids"
+    " vision_feature_select_strategy vocab_size"
+)
 # Tokens, which the tokenizer's files and generation_config.json decide; eos_token_id is read with these.
 _TOKENS = (
     "bos_token_id eos_token_id pad_token_id eod_token_id sep_token_id cls_token_id mask_token_id unk_token_id"
@@ -70,6 +75,7 @@ _TOKENS = (
     " eoi_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index mm_tokens_per_image"
     " vision_soft_tokens_per_image audio_soft_tokens_per_image suppress_tokens begin_suppress_tokens"
     " forced_bos_token_id forced_eos_token_id bad_words_ids max_length min_length video_token_id"
+    " video_token_index _pad_token_id"
     " vision_start_token_id vision_end_token_id do_sample temperature top_k top_p typical_p repetition_penalty"
     " length_penalty no_repeat_ngram_size num_beams num_beam_groups diversity_penalty num_return_sequences"
     " early_stopping encoder_no_repeat_ngram_size prefix remove_invalid_values exponential_decay_length_penalty"
@@ -85,7 +91,7 @@ _HEADS = (
     " classifier_activation sinusoidal_pos_embds matryoshka_dimensions lora_adaptations lora_rank lora_dropout_p"
     " lora_alpha lora_main_params_trainable load_trained_adapters emb_pooler truncate_dim task_instructions"
 )
-WITHOUT_EFFECT = frozenset(" ".join((_ABOUT, _TRAINING, _IMPLEMENTATION, _TOKENS, _TENSORS, _HEADS)).split())
+WITHOUT_EFFECT = frozenset(" ".join((_ABOUT, _TRAINING, _IMPLEMENTATION, _PICTURES, _TOKENS, _TENSORS, _HEADS)).split())
 # Names whose values change what is computed, with the values that do not. Any other value is refused in a family whose
 # reader does not ask for the name.
 REFUSED: Mapping[str, tuple[Any, ...]] = {

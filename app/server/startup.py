@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,10 @@ from app.metrics.power_monitor import PowerMonitor
 from app.metrics.step_monitor import StepRecorder
 from app.metrics.steps import EngineSnapshot, StepStats
 from app.metrics.thermal_monitor import ThermalMonitor
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.families import reads_pictures
 from app.models.encoders.config import EncoderConfig
-from app.models.transformers_config import TransformersConfig
+from app.models.transformers_config import INSTALL, TransformersConfig
 from app.models.transformers_tasks import TaskConfig
 from app.server.adapters import adapter_store
 from app.server.engine_child import CheckpointRecipe
@@ -49,6 +52,7 @@ from app.server.engine_process import EngineProcess
 from app.server.model_source import check_vocabulary
 from app.server.prepare import Prepared, UnfetchedModel
 from app.server.start_console import StartConsole
+from app.service.pictures import ChatPictureReader, Tower
 from app.service.served_model import (
     HELD_BYTES_DIVISOR,
     MIN_HELD_BYTES,
@@ -324,7 +328,32 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
     if isinstance(checkpoint.model_config, EncoderConfig):
         return ServedEncoder(name, limits, tokenizer, checkpoint.model_config)
-    return make_served_decoder(name, limits, tokenizer, chat, checkpoint, prepared.settings)
+    decoder = make_served_decoder(name, limits, tokenizer, chat, checkpoint, prepared.settings)
+    reader = picture_reader(checkpoint, plan, prepared.settings.max_images)
+    return replace(decoder, no_pictures=reader) if isinstance(reader, str) else replace(decoder, pictures=reader)
+
+
+def picture_reader(checkpoint: Checkpoint, plan: ServingPlan, max_images: int) -> ChatPictureReader | str:
+    """Return what reads pictures for this model, or why none can be read. Nothing is loaded before the first one."""
+    config = checkpoint.model_config
+    if not isinstance(config, ModelConfig) or checkpoint.gguf is not None or not reads_pictures(config.architecture):
+        return f"this server reads only text with this model ({config.architecture}; docs/families.md)"
+    if max_images == 0:
+        return "this server reads none (max_images=0)"
+    if plan.placement.device != "cpu":
+        return f"they are read with device=cpu only, not with {plan.placement.device}"
+    if not all(map(find_spec, ("transformers", "PIL"))):
+        return f"the library that reads them is not installed here: {INSTALL}"
+    # Granite multiplies all inputs of its first layer, and other families the embeddings alone.
+    scales = "embedding_multiplier" in checkpoint.config.get("text_config", {})
+    scale = config.embedding_scale if scales else 1.0
+
+    def load() -> Tower:
+        from app.engine.transformers.tower import PictureTower
+
+        return PictureTower(checkpoint.directory, config.architecture, scale)
+
+    return ChatPictureReader(load, max_images)
 
 
 def use_http_threads(number: int) -> None:
@@ -496,6 +525,8 @@ class ServerRuntime:
         if self._served is not None and self._served.limits == model.limits:
             return  # the engine is loaded again
         self._served = model
+        if isinstance(model, ServedDecoder) and model.pictures is not None:
+            model.pictures.report = self.metrics.picture_read
         self.service.serve(model)
         self._preparing = prepare_grammars(model)
 

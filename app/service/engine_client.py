@@ -21,6 +21,8 @@ from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
 from app.metrics.steps import EngineSnapshot
 from app.service.admission import Admission
+from app.service.pictures import ReadPicture, check_pictures
+from app.service.requests import Picture
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.text.child_process import CANCELLED
 from app.text.grammar import CompiledGrammar
@@ -60,7 +62,7 @@ class EngineClient:
     def __init__(self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float]) -> None:
         self.worker, self.metrics, self.clock = worker, metrics, clock
         self.texts = TextPool()
-        self._quick_grammars, self._slow_grammars = TextPool(), TextPool()
+        self._quick_grammars, self._slow_grammars, self._pictures = TextPool(), TextPool(), TextPool()
         self.admission = Admission(lambda: worker.snapshot, clock, self.texts.wait_seconds)
         self.timeout_seconds = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -80,6 +82,7 @@ class EngineClient:
         self.texts.open(limits.tokenizer_threads)
         self._quick_grammars.open(1)
         self._slow_grammars.open(1)
+        self._pictures.open(1)
 
     def start(self) -> None:
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
@@ -92,7 +95,7 @@ class EngineClient:
 
     @property
     def _pools(self) -> tuple[TextPool, ...]:
-        return (self.texts, self._quick_grammars, self._slow_grammars)
+        return (self.texts, self._quick_grammars, self._slow_grammars, self._pictures)
 
     @property
     def num_reading(self) -> int:
@@ -104,6 +107,13 @@ class EngineClient:
     async def read(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
         """Run `function` on a text of `num_bytes` in a thread. Raises `RequestTimeout` after the request timeout."""
         return await self._run(self.texts, num_bytes, function, *arguments)
+
+    async def look(self, model: ServedDecoder, pictures: Sequence[Picture]) -> list[ReadPicture]:
+        """Return the vectors of pictures, which one thread reads. Raises `InvalidRequest` and `RequestTimeout`."""
+        if not pictures:
+            return []
+        reader = check_pictures(model.pictures, model.no_pictures, pictures)
+        return await self._run(self._pictures, sum(len(one.data) for one in pictures), reader.read, pictures)
 
     async def compile(self, model: ServedDecoder, source: GrammarSource | None) -> CompiledGrammar | None:
         """Compile a grammar; None stays None. A cancelled caller ends the compilation.

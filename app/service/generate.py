@@ -104,14 +104,15 @@ class OpenGeneration(OpenRequest):
     async def start(self, model: ServedDecoder, adapter: LoadedAdapter | None) -> list[StreamEvent]:
         self.admit()
         client, request, size = self.client, self.request, prompt_size(self.request)
+        pictures = await client.look(model, request.pictures)
         if is_read_at_once(request, size):
             prompt = read_prompt(model, request)
         else:
-            prompt = await client.read(size, read_prompt, model, request)
+            prompt = await client.read(size, read_prompt, model, request, pictures)
         self.reserve(prompt.most_tokens(model.limits.max_model_len))
         self._grammar = grammar = await client.compile(model, prompt.grammar)
-        if prompt.num_scores or size > COUNTED_CHARACTERS:
-            self.hold(prompt.num_scores * SCORE_BYTES + size)
+        if prompt.num_scores or size > COUNTED_CHARACTERS or prompt.placed.vectors:
+            self.hold(prompt.num_scores * SCORE_BYTES + size + prompt.placed.num_bytes)
         self.begin(model, prompt)
         if self.http.trace is not None:
             self.http.trace.note_sampling(prompt.params)

@@ -13,6 +13,7 @@ from typing import Any
 from app.errors import ContextLengthExceeded, InvalidRequest, TemplateStopped, UnsupportedParameter
 from app.messages import (
     ALL_LOGPROBS,
+    FIRST_VECTOR_ID,
     MAX_LOGPROBS,
     Generate,
     GrammarSource,
@@ -20,6 +21,7 @@ from app.messages import (
     SamplingParams,
     ThinkingLimit,
 )
+from app.service.pictures import PlacedPictures, ReadPicture, place_pictures
 from app.service.requests import GenerationRequest, Infill, Tool
 from app.service.served_model import ServedDecoder, ServedEncoder, ServingLimits
 from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
@@ -54,7 +56,7 @@ class Prompt:
     the reasoning.
     """
 
-    token_ids: tuple[int, ...]
+    placed: PlacedPictures
     params: SamplingParams
     num_scores: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -63,6 +65,10 @@ class Prompt:
     opens_reasoning: bool = False
     begun: str = ""
     thinking: ThinkingLimit | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.placed.token_ids
 
     def most_tokens(self, max_model_len: int) -> int:
         """Return the most tokens of the prompt and all choices of its completion together."""
@@ -78,13 +84,15 @@ class Prompt:
         cache_salt: str | None = None,
         definition: str = "",
     ) -> Generate:
-        tokens = self.token_ids, self.params, arrived_at, self.bad_word_ids
-        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt, definition, self.thinking)
+        tokens = self.placed.engine_ids, self.params, arrived_at, self.bad_word_ids
+        more = self.thinking, self.placed.vectors
+        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt, definition, *more)
 
 
-def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
+def read_prompt(model: ServedDecoder, request: GenerationRequest, pictures: Sequence[ReadPicture] = ()) -> Prompt:
     """Return the tokenized request. Raises an `InvalidRequest` that names the field."""
-    token_ids = tokenize_prompt(model, request)
+    placed = tokenize_prompt(model, request, pictures)
+    token_ids = placed.token_ids
     params, num_scores = resolve_logprobs(model.limits, request.params, len(token_ids))
     if model.source is not None:
         params = replace(params, forced_bos_token_id=model.source.forced_bos_token_id(request.target_lang))
@@ -109,7 +117,7 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
                 "a limit of thinking tokens cannot be combined with a beam search.", field=THINKING_LIMIT
             )
         thinking = thinking_limit(form, model.tokenizer, request.thinking_budget, is_open)
-    return Prompt(token_ids, params, num_scores, bad_word_ids, source, literals, is_open, begun, thinking)
+    return Prompt(placed, params, num_scores, bad_word_ids, source, literals, is_open, begun, thinking)
 
 
 def resolve_logprobs(
@@ -211,24 +219,39 @@ def _literals(model: ServedDecoder, request: GenerationRequest) -> dict[int, str
 # ---- token ids -----------------------------------------------------------------------------------------------------
 
 
-def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:
-    """Return the prompt's token ids. Raises an `InvalidRequest` that names the field."""
+def tokenize_prompt(
+    model: ServedDecoder, request: GenerationRequest, pictures: Sequence[ReadPicture] = ()
+) -> PlacedPictures:
+    """Return the prompt's tokens. Raises an `InvalidRequest` that names the field."""
     _check_priority(model.limits, request.params)
     _check_languages(model, request)
+    if pictures:
+        _check_with_pictures(request)
     wanted = _wanted_tokens(model.context, request)
     field, ids = _prompt_ids(model, request, wanted)
     if wanted.truncates and wanted.number is not None:
         ids = ids[-wanted.number :] if wanted.keeps_end else ids[: wanted.number]
     if not ids:
         raise InvalidRequest(f"{field} has no tokens: there is nothing to continue.", field=field)
-    _check_context_length(model, len(ids), request, field)
-    check_embedded(model, ids, field)
+    placed = place_pictures(ids, pictures)
+    _check_context_length(model, len(placed.token_ids), request, field)
+    check_embedded(model, [token for token in placed.engine_ids if token < FIRST_VECTOR_ID] if pictures else ids, field)
     params, vocab_size = request.params, model.limits.vocab_size
     check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     check_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
     check_ids([token_id for token_id, _ in params.logit_bias], vocab_size, "logit_bias")
     check_ids(params.logprob_token_ids, vocab_size, "logprob_token_ids")
-    return tuple(ids)
+    return placed
+
+
+def _check_with_pictures(request: GenerationRequest) -> None:
+    given = {
+        "prompt_logprobs": request.params.prompt_logprobs is not None,
+        "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise UnsupportedParameter(f"{name} cannot be combined with pictures: leave it out.", field=name)
 
 
 def prompt_size(request: GenerationRequest) -> int:

@@ -42,6 +42,14 @@ class Infill:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a message, in base64. `field` is its place in the body, for error messages."""
+
+    data: str
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A generation request with exactly one of `prompt`, `token_ids` and `messages`.
 
@@ -52,6 +60,7 @@ class GenerationRequest:
     context, where the completion ends with the reason `length`. With `infill`, the completion fills the gap after the
     prompt. `model` is the name of the model or an adapter; None means the model. Keys and values of the prompt are
     shared only with requests of the same `cache_salt`. Reasoning is closed after `thinking_budget` tokens; None: never.
+    `pictures` are those of the parts {"type": "image"} of messages, in their order.
     `task`, `source_lang` and `target_lang` are about the source text of a model with an encoder
     (`app/text/source_text.py`).
     """
@@ -76,6 +85,7 @@ class GenerationRequest:
     model: str | None = None
     cache_salt: str | None = None
     thinking_budget: int | None = None
+    pictures: tuple[Picture, ...] = ()
     task: str | None = None
     source_lang: str | None = None
     target_lang: str | None = None

@@ -17,6 +17,7 @@ from app.messages import MAX_LOGPROBS, Array, Signature
 from app.models.encoders.config import EncoderConfig
 from app.models.program_graph import ProgramSizes
 from app.models.transformers_tasks import TaskConfig
+from app.service.pictures import ChatPictureReader
 from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import ReasoningFormat
@@ -70,7 +71,7 @@ class ServedDecoder:
     """A model that generates text. `chat` is None without a template, `reasoning_format` without reasoning.
 
     `sampling_defaults` are the parameters of `SamplingParams` that the checkpoint prefers. `source` is there if an
-    encoder reads the prompt.
+    encoder reads the prompt. Without `pictures`, `no_pictures` says why none can be read.
     """
 
     name: str
@@ -81,6 +82,8 @@ class ServedDecoder:
     grammars: GrammarCompiler | None = None
     tool_format: ToolFormat = TOOL_FORMATS["hermes"]
     reasoning_format: ReasoningFormat | None = None
+    pictures: ChatPictureReader | None = None
+    no_pictures: str = "this server's models read text"
     source: SourceText | None = None
 
     @property

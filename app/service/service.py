@@ -21,6 +21,7 @@ from app.service.adapters import Adapters, AdapterStore
 from app.service.engine_client import EngineClient, WorkerInterface
 from app.service.generate import OpenGeneration
 from app.service.open_request import OpenRequest
+from app.service.pictures import ReadPicture, place_pictures
 from app.service.prompt import chat_token_ids, check_ids, messages_size, render_chat
 from app.service.request_log import CLIENT_REQUEST, ClientRequest
 from app.service.requests import (
@@ -30,6 +31,7 @@ from app.service.requests import (
     GenerationRequest,
     InferenceRequest,
     Inferred,
+    Picture,
     StreamEvent,
     TaskRequest,
     TaskResult,
@@ -239,9 +241,15 @@ class Service:
         messages: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
         options: ChatOptions | None = None,
-    ) -> list[int]:
+        pictures: Sequence[Picture] = (),
+    ) -> Sequence[int]:
+        found: list[ReadPicture] = []
+        if pictures:
+            with self._client.admission.permit():
+                found = await self._client.look(self.decoder, pictures)
         size = messages_size(messages)
-        return await self._read(size, chat_token_ids, self.decoder, messages, arguments, options)
+        ids = await self._read(size, chat_token_ids, self.decoder, messages, arguments, options)
+        return place_pictures(ids, found).token_ids if found else ids
 
     async def render_chat(
         self,

@@ -29,7 +29,7 @@ from app.errors import (
     UnsupportedParameter,
 )
 from app.text.child_process import ChildProcess, ProcessKind, Reply, ReplyStatus, TemplateLimits
-from app.text.template_form import TemplateForm, ThinkingVariables, find_template_form
+from app.text.template_form import PICTURE, TemplateForm, ThinkingVariables, find_template_form
 from app.text.tool_formats import TOOL_FORMATS, TRIAL_CALL, TRIAL_TOOL, ToolFormat, find_tool_format
 from app.weights.files import file_in, files_in, folder_in, read_text, unreadable_message
 
@@ -332,7 +332,10 @@ class MarkedTexts:
         if isinstance(content, str):
             return self._word(content, path)
         if isinstance(content, list):
-            return [part | {"text": self._word(part["text"], f"{path}[{at}].text")} for at, part in enumerate(content)]
+            return [
+                part | {"text": self._word(part["text"], f"{path}[{at}].text")} if "text" in part else part
+                for at, part in enumerate(content)
+            ]
         return content
 
     def _call(self, call: Message, path: str) -> dict[str, Any]:
@@ -395,6 +398,8 @@ def _ended_by(message: dict[str, Any], end: str) -> dict[str, Any]:
     content = message.get("content") or ""
     if isinstance(content, list):
         *parts, last = content
+        if "text" not in last:
+            raise InvalidRequest(f"{_NOT_CONTINUED}; it ends with a picture.", field="continue_final_message")
         return message | {"content": [*parts, last | {"text": last["text"] + end}]}
     return message | {"content": content + end}
 
@@ -493,7 +498,7 @@ def _with_text_parts(message: dict[str, Any], place: int) -> dict[str, Any]:
     """Return a message with a text, null, or a list of text parts alone as its content."""
     content = message.get("content")
     if isinstance(content, list):
-        return message | {"content": [{"type": "text", "text": _text_of(part, place)} for part in content]}
+        return message | {"content": [_plain_part(part, place) for part in content]}
     if content is None or isinstance(content, str):
         return message
     raise InvalidRequest(f"messages[{place}].content must be a string or a list of text parts.", field="messages")
@@ -503,6 +508,10 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its reasoning under the other name that templates read (gpt-oss), as transformers does."""
     reasoning = message.get("reasoning_content")
     return message if reasoning is None else {"thinking": reasoning, **message}
+
+
+def _plain_part(part: object, place: int) -> dict[str, str]:
+    return PICTURE if part == PICTURE else {"type": "text", "text": _text_of(part, place)}
 
 
 def _text_of(part: object, place: int) -> str:

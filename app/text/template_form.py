@@ -141,9 +141,22 @@ def joined(*messages: Message) -> str:
     return "\n\n".join(text for one in messages if (text := _content_text(one.get("content"))))
 
 
+PICTURE = {"type": "image"}  # a part of a message, for which templates write a placeholder
+
+
+def has_picture(message: Message) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and PICTURE in content
+
+
+def _parts(message: Message) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
 def _content_text(content: object) -> str:
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
+        return "\n".join(part["text"] for part in content if part != PICTURE)
     return content if isinstance(content, str) else ""
 
 
@@ -331,13 +344,15 @@ class TemplateForm:
             last = done[-1] if done else {"role": ""}
             if (last["role"], message["role"]) not in self.apart or last.get("tool_calls") or message.get("tool_calls"):
                 done.append(message)
+            elif has_picture(last) or has_picture(message):
+                done[-1] = last | {"content": [*_parts(last), *_parts(message)]}
             else:
                 done[-1] = last | {"content": joined(last, message)}
         return done
 
     def _with_content_form(self, message: dict[str, Any]) -> dict[str, Any]:
         content = message.get("content")
-        if isinstance(content, list) and message["role"] not in self.lists:
+        if isinstance(content, list) and message["role"] not in self.lists and not has_picture(message):
             return message | {"content": joined(message)}
         if isinstance(content, str) and message["role"] in self.lists_only:
             return message | {"content": [{"type": "text", "text": content}]}

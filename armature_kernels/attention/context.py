@@ -74,13 +74,22 @@ class AttendWithStates(Attend, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenVectors:
+    """Inputs of the first layer, FP32 [rows, hidden], in place of the embedding of the tokens at `rows` of a step."""
+
+    rows: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepContext:
     """The inputs of one decoder step.
 
     `token_ids`, `positions` [tokens] int64. `logit_rows` [rows] int64: the tokens whose logits are needed (None: all).
     `top_logits`: only this many top logits are needed; a model whose output layer can only write all logits returns
     all. `shape`: tokens and rows of logits. It is set if the next step with the same numbers differs only in
-    values: the tensors, and the buffers that `attend` reads, stay at the same addresses.
+    values: the tensors, and the buffers that `attend` reads, stay at the same addresses. `vectors`: some tokens are no
+    words, but vectors.
     """
 
     token_ids: Tensor
@@ -89,6 +98,7 @@ class StepContext:
     attend: Attend
     top_logits: TopLogitsRequest | None = None
     shape: tuple[int, int] | None = None
+    vectors: TokenVectors | None = None
 
 
 @dataclass(frozen=True, slots=True)

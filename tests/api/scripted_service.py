@@ -128,7 +128,9 @@ class ScriptedService:
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + [ord(letter) for letter in text]
 
-    async def tokenize_chat(self, messages: Sequence[Any], arguments: Any, options: Any = None) -> list[int]:
+    async def tokenize_chat(
+        self, messages: Sequence[Any], arguments: Any, options: Any = None, pictures: Any = ()
+    ) -> list[int]:
         return [len(messages)] * (1 + len(options.tools if options else ()))
 
     async def render_chat(self, messages: Sequence[Any], arguments: Any, options: Any = None) -> str:

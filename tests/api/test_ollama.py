@@ -176,7 +176,7 @@ async def test_the_tag_latest_and_no_content_type(client: httpx.AsyncClient) -> 
     ("path", "change", "status", "text"),
     [
         ("chat", {"model": "other"}, 404, "'other' is not served here"),
-        ("chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, 400, "messages[0].images"),
+        ("chat", {"messages": [{"role": "user", "content": "a", "images": [5]}]}, 400, "messages[0].images"),
         ("chat", {"options": {"num_predict": 0}}, 400, "options.num_predict must be"),
         ("chat", {"options": {"temperature": 9}}, 400, "options.temperature must be"),
         ("chat", {"temperature": 1}, 400, "temperature is not supported: use options"),
@@ -184,7 +184,7 @@ async def test_the_tag_latest_and_no_content_type(client: httpx.AsyncClient) -> 
         ("chat", {"options": {"mirostat": 2}}, 400, "options.mirostat is not supported"),
         ("chat", {"format": 5}, 400, "format"),
         ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
-        ("generate", {"prompt": "a", "images": ["aGk="]}, 400, "images: this server's models read text"),
+        ("generate", {"prompt": "a", "images": ["aGk="], "raw": True}, 400, "images need a chat template"),
         ("generate", {"prompt": "a", "context": [1]}, 400, "context is not supported"),
         ("embed", {"input": "a"}, 400, "generates text"),
         ("embeddings", {"prompt": "a"}, 400, "generates text"),

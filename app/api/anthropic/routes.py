@@ -24,6 +24,7 @@ from app.api.anthropic.schemas import (
     StopReason,
     TextBlock,
 )
+from app.api.openai.parts import MessagePart
 from app.api.openai.routes import num_chat_tokens
 from app.api.openai.schemas import (
     ChatBody,
@@ -31,7 +32,6 @@ from app.api.openai.schemas import (
     FunctionDefinition,
     FunctionName,
     Message,
-    MessagePart,
     NamedToolChoice,
     ToolCallRecord,
     ToolDefinition,
@@ -136,6 +136,9 @@ def _user_messages(message: AnthropicMessage, place: int) -> Iterator[Message]:
     _check_types(message.content, ("tool_result",), message.role, place)
     parts: list[MessagePart] = []
     for block in message.content:
+        if isinstance(block, OtherBlock) and block.picture_url is not None:
+            parts.append(MessagePart(type="image_url", image_url=block.picture_url))
+            continue
         if not isinstance(block, ContentBlock) or block.type != "tool_result":
             parts.append(MessagePart(type="text", text=block.shown))
             continue

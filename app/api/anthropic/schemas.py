@@ -44,14 +44,35 @@ _FUNCTION_TYPES = (None, "custom")
 _MAX_TYPE = 40  # characters of a type in a sentence
 
 
-class OtherBlock(Body):
-    """A block that cannot be read: a picture, or what another company's tools returned."""
+class ImageSource(Body):
+    """Where a picture is: in `data`, as base64, or at an address."""
 
     type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class OtherBlock(Body):
+    """A block that is no text: a picture, or what another company's tools returned, which cannot be read."""
+
+    type: str
+    source: Annotated[ImageSource | Any, Field(union_mode="left_to_right")] = None
 
     def check_fields(self, path: str, ignored: dict[str, None]) -> None:
         """Note that the block is left out. Its message decides whether it may be."""
-        self.leave_out(path, self.type, ignored)
+        if self.picture_url is None:
+            self.leave_out(path, self.type, ignored)
+        else:
+            super().check_fields(path, ignored)
+
+    @property
+    def picture_url(self) -> str | None:
+        """The data URL, or the address, of a picture."""
+        if self.type != "image" or not isinstance(self.source, ImageSource):
+            return None
+        source = self.source
+        return source.url if source.data is None else f"data:{source.media_type or ''};base64,{source.data}"
 
     @property
     def readable(self) -> str | None:
@@ -165,17 +186,21 @@ class AnthropicMessage(Body):
         """
         super().check_fields(path, ignored)
         if self.role != "assistant":
-            refuse_unreadable(self.content, f"{path}content", _BLOCK_FIELDS)
+            refuse_unreadable(self.content, f"{path}content", _BLOCK_FIELDS, takes_pictures=True)
 
 
-def refuse_unreadable(content: Any, path: str, types: Iterable[str] = _TEXT_FIELDS) -> None:
+def refuse_unreadable(
+    content: Any, path: str, types: Iterable[str] = _TEXT_FIELDS, takes_pictures: bool = False
+) -> None:
     """Refuse blocks that would have to be read and cannot, by their type."""
     for index, block in enumerate(content if isinstance(content, tuple) else ()):
+        if takes_pictures and isinstance(block, OtherBlock) and block.picture_url is not None:
+            continue
         if block.readable is None and (block.type in _TEXT_FIELDS or block.type not in types):
             place = f"{path}[{index}]"
             raise UnsupportedParameter(
-                f"{place} is of type {block.type[:_MAX_TYPE]!r}; this server's models read text, and neither images nor "
-                f"files: send blocks of the types {', '.join(types)}.",
+                f"{place} is of type {block.type[:_MAX_TYPE]!r}; this server's models read text, and some of them "
+                f"pictures of users, but no files: send blocks of the types {', '.join(types)}.",
                 field=place,
             )
 

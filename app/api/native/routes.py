@@ -29,7 +29,7 @@ from app.api.native.schemas import (
     TokenizerInfo,
     TokenPlace,
 )
-from app.api.openai.translate import template_message
+from app.api.openai.translate import pictures_of, template_message
 from app.api.routing import ApiCall, Dialect, sampling_defaults
 from app.api.streaming import (
     SLOT,
@@ -42,7 +42,7 @@ from app.api.streaming import (
     json_string,
     write_directly,
 )
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, UnsupportedParameter
 from app.service.encode import named_prompt
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, Usage
 from app.service.served_model import ServedDecoder, ServedProgram, ServedTasks, wrong_kind_error
@@ -220,8 +220,11 @@ async def _prompt_ids(service: Service, body: TokenizeBody) -> list[int]:
         continue_final_message=bool(body.continue_final_message),
     )
     arguments = body.chat_template_kwargs or {}
+    pictures = pictures_of(body.messages or ())
     if not body.add_special_tokens:  # the template writes all special tokens
-        return await service.tokenize_chat(messages, arguments, options)
+        return list(await service.tokenize_chat(messages, arguments, options, pictures))
+    if pictures:
+        raise UnsupportedParameter("add_special_tokens cannot be combined with pictures.", field="add_special_tokens")
     return await service.tokenize(await service.render_chat(messages, arguments, options))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
@@ -39,6 +39,7 @@ from app.api.ollama.schemas import (
     Options,
 )
 from app.api.openai.output import chat_logprobs
+from app.api.openai.parts import MessagePart
 from app.api.openai.schemas import (
     ChatBody,
     CompletionBody,
@@ -76,7 +77,7 @@ from app.api.streaming import (
     json_string,
     write_directly,
 )
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, UnsupportedParameter
 from app.messages import FinishReason
 from app.service.requests import (
     Accepted,
@@ -123,8 +124,10 @@ def prompt_generation(runtime: ApiRuntime, body: OllamaGenerateBody) -> Generati
     model = runtime.service.model
     has_template = isinstance(model, ServedDecoder) and model.chat is not None
     prompt = body.prompt
+    if body.images and (not has_template or body.raw):
+        raise UnsupportedParameter("images need a chat template, and no raw prompt.", field="images")
     if has_template and not body.raw:
-        messages: tuple[Message, ...] = (Message(role="user", content=prompt),)
+        messages: tuple[Message, ...] = (Message(role="user", content=_with_images(prompt, body.images)),)
         if body.system:
             messages = (Message(role="system", content=body.system), *messages)
         return _chat_generation(runtime, body, messages)
@@ -179,6 +182,14 @@ def sampling_fields(options: Options) -> dict[str, Any]:
     }
 
 
+def _with_images(text: str, images: Sequence[str] | None) -> str | tuple[MessagePart, ...]:
+    """Return a text after its images, where Ollama puts them."""
+    if not images:
+        return text
+    parts = [MessagePart(type="image_url", image_url=f"data:;base64,{data}") for data in images]
+    return (*parts, MessagePart(type="text", text=text))
+
+
 def _message(message: OllamaMessage) -> Message:
     calls = tuple(
         ToolCallRecord(
@@ -188,7 +199,7 @@ def _message(message: OllamaMessage) -> Message:
     )
     return Message(
         role=message.role,
-        content=message.content or "",
+        content=_with_images(message.content or "", message.images),
         name=message.tool_name,
         tool_call_id=message.tool_call_id,
         tool_calls=calls or None,

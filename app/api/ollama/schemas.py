@@ -14,6 +14,7 @@ from app.api.openai.schemas import MAX_NAME, MAX_TOOLS, ScoredChatToken
 from app.api.schemas import (
     LEAVE_OUT,
     MAX_MESSAGES,
+    MAX_PARTS,
     OTHER_SAMPLERS,
     Body,
     CacheSalt,
@@ -22,7 +23,7 @@ from app.api.schemas import (
     grammars_refused,
     refused,
 )
-from app.errors import InvalidRequest, UnsupportedParameter
+from app.errors import InvalidRequest
 from app.metrics.instruments import Api
 
 
@@ -90,21 +91,10 @@ class OllamaToolCall(Body):
     function: CalledFunction
 
 
-class _ImagesRefused(Body):
-    """A body that may have images, which are refused by name."""
-
-    images: list[Any] | None = None
-
-    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
-        """Refuse images, and what else is refused."""
-        if self.images:
-            raise UnsupportedParameter(
-                f"{path}images: this server's models read text, and no images: leave them out.", field=f"{path}images"
-            )
-        super().check_fields(path, ignored)
+Images = Annotated[tuple[str, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
-class OllamaMessage(_ImagesRefused):
+class OllamaMessage(Body):
     """One message of a conversation. A message of the role `tool` has the result of the function `tool_name`."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -113,6 +103,7 @@ class OllamaMessage(_ImagesRefused):
     tool_calls: Annotated[tuple[OllamaToolCall, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
+    images: Images | None = None
 
 
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -184,7 +175,7 @@ class OllamaChatBody(OllamaGenerationBody):
     tools: Annotated[tuple[OllamaTool, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
 
-class OllamaGenerateBody(OllamaGenerationBody, _ImagesRefused):
+class OllamaGenerateBody(OllamaGenerationBody):
     """Body of `POST /api/generate`. The prompt is a user's message, or with `raw` the text that is continued."""
 
     REFUSED: ClassVar[Mapping[str, Refusal]] = {
@@ -194,6 +185,7 @@ class OllamaGenerateBody(OllamaGenerationBody, _ImagesRefused):
     FOREIGN: ClassVar[Mapping[str, str]] = {"messages": "send prompt here, or send messages to /api/chat."}
 
     prompt: str | None = None
+    images: Images | None = None
     system: str | None = None
     raw: bool | None = None
 

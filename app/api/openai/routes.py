@@ -111,7 +111,9 @@ async def count_input_tokens(call: ApiCall, body: ChatBody) -> InputTokenCount:
 async def num_chat_tokens(call: ApiCall, body: ChatBody) -> int:
     """Return the number of tokens of a chat's prompt, in the body that every dialect of chats is translated to."""
     chat = chat_request(body, {})
-    ids = await call.service.tokenize_chat(chat.messages or (), chat.template_arguments, chat.chat_options)
+    ids = await call.service.tokenize_chat(
+        chat.messages or (), chat.template_arguments, chat.chat_options, chat.pictures
+    )
     return len(ids)
 
 

@@ -9,10 +9,10 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
+from app.api.openai.parts import MessagePart, MessageParts, refuse_unread
 from app.api.schemas import (
     LEAVE_OUT,
     MAX_MESSAGES,
-    MAX_PARTS,
     OTHER_SAMPLERS,
     Body,
     Int64,
@@ -21,7 +21,7 @@ from app.api.schemas import (
     SamplingFields,
     refused,
 )
-from app.errors import InvalidRequest, UnsupportedParameter
+from app.errors import InvalidRequest
 from app.messages import MAX_LOGPROB_TOKEN_IDS
 from app.metrics.instruments import Api
 
@@ -238,57 +238,6 @@ class ToolCallRecord(Body):
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 
-_MAX_TYPE = 40  # characters of a type in a sentence
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "reasoning_text"})
-
-
-class MessagePart(Body):
-    """One part of a message. Only text parts can be read."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
-        """Refuse a part of a text without its text. The message decides about parts that are no text."""
-        if self.type in _TEXT_PARTS and self.text is None:
-            raise InvalidRequest(f"{path}text: Field required.", field=f"{path}text")
-        if self.is_text:
-            super().check_fields(path, ignored)
-        else:
-            self.leave_out(path, self.type, ignored)
-
-    @property
-    def is_text(self) -> bool:
-        """True if the part can be read."""
-        return self.type in _TEXT_PARTS or (self.type == "refusal" and self.refusal is not None)
-
-    @property
-    def shown(self) -> str:
-        """The text of the part; in place of another one, a note that tells the model of it."""
-        if not self.is_text:
-            return f"[{self.type[:_MAX_TYPE]}: left out, because this model reads text only]"
-        return (self.text if self.type != "refusal" else self.refusal) or ""
-
-
-def refuse_unread(parts: Any, path: str) -> None:
-    """Refuse parts of a user's message that are no text, by their type: an answer without them would be wrong.
-
-    The results of tools and the model's own messages may have them: there they are part of a history, which would be of
-    no use any more.
-    """
-    for index, part in enumerate(parts if isinstance(parts, tuple) else ()):
-        if not part.is_text:
-            place = f"{path}[{index}]"
-            raise UnsupportedParameter(
-                f"{place} is of type {part.type[:_MAX_TYPE]!r}; this server's models read text, and neither images nor "
-                'audio nor files: send parts of the form {"type": "text", "text": "…"}.',
-                field=place,
-            )
-
-
-MessageParts = Annotated[tuple[MessagePart, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
-
 
 class Message(Body):
     """One message of a conversation. `name` is passed to the chat template, which may or may not use it.
@@ -328,6 +277,11 @@ class Message(Body):
     def is_answer(self) -> bool:
         """True for a message of the model."""
         return self.role == "assistant"
+
+    @property
+    def has_pictures(self) -> bool:
+        """True if pictures of the message are read. Those of tools' results and answers are left out."""
+        return self.role not in ("tool", "function", "assistant")
 
     @property
     def parts(self) -> tuple[MessagePart, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,9 +20,10 @@ from app.api.openai.schemas import (
 )
 from app.errors import InvalidRequest
 from app.messages import ALL_LOGPROBS, MAX_BEAMS, GrammarKind, GrammarSource, SamplingParams
-from app.service.requests import GenerationRequest, Infill, Tool, ToolUse
+from app.service.requests import GenerationRequest, Infill, Picture, Tool, ToolUse
 from app.text.chat import ChatOptions
 from app.text.grammar_definition import MAX_CHOICES
+from app.text.template_form import PICTURE
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 _NO_LIMIT = -1  # `max_tokens` of llama.cpp's and LM Studio's clients: up to the end of the context
@@ -60,6 +61,7 @@ def chat_request(body: ChatBody, defaults: Defaults) -> GenerationRequest:
         tools=use,
         separates_reasoning=True,
         cache_salt=body.cache_salt,
+        pictures=pictures_of(body.messages),
         thinking_budget=body.thinking_limit,
         source_lang=body.source_lang,
         target_lang=body.target_lang,
@@ -326,7 +328,10 @@ def template_message(message: Message) -> dict[str, Any]:
     # Beside calls, a template may tell null from an empty text.
     converted: dict[str, Any] = {"role": role, "content": content or ("" if content == "" or not calls else None)}
     if isinstance(content, tuple):
-        converted["content"] = [{"type": "text", "text": part.shown} for part in message.parts]
+        converted["content"] = [
+            dict(PICTURE) if part.is_picture and message.has_pictures else {"type": "text", "text": part.shown}
+            for part in message.parts
+        ]
     given = {
         "name": message.name,
         "tool_calls": [_template_call(call, place) for place, call in enumerate(calls)] or None,
@@ -334,6 +339,17 @@ def template_message(message: Message) -> dict[str, Any]:
         "reasoning_content": message.reasoning_content or message.reasoning,
     }
     return converted | {name: value for name, value in given.items() if value is not None}
+
+
+def pictures_of(messages: Sequence[Message]) -> tuple[Picture, ...]:
+    """Return the pictures of a conversation in their order. Raises `InvalidRequest` for one that is no data URL."""
+    return tuple(
+        part.picture(f"messages[{place}].content[{index}]")
+        for place, message in enumerate(messages)
+        if message.has_pictures
+        for index, part in enumerate(message.parts)
+        if part.is_picture
+    )
 
 
 def _template_call(call: ToolCallRecord, place: int) -> dict[str, Any]:

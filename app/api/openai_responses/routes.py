@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.api.openai.output import chat_logprobs
+from app.api.openai.parts import MessagePart
 from app.api.openai.routes import num_chat_tokens
 from app.api.openai.schemas import (
     MAX_NAME,
@@ -21,7 +22,6 @@ from app.api.openai.schemas import (
     InputTokenCount,
     JsonSchemaFormat,
     Message,
-    MessagePart,
     NamedToolChoice,
     ReasoningOptions,
     ResponseFormat,

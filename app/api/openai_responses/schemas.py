@@ -9,16 +9,8 @@ from pydantic import Field, Tag
 from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
-from app.api.openai.schemas import (
-    MAX_NAME,
-    MAX_TOOLS,
-    MessageParts,
-    ReasoningOptions,
-    RequestTool,
-    ScoredChatToken,
-    Strict,
-    refuse_unread,
-)
+from app.api.openai.parts import MessageParts, refuse_unread
+from app.api.openai.schemas import MAX_NAME, MAX_TOOLS, ReasoningOptions, RequestTool, ScoredChatToken, Strict
 from app.api.schemas import (
     LEAVE_OUT,
     MAX_MESSAGES,

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -21,10 +22,10 @@ from app.engine.decoder.adapters import AdapterSlots
 from app.engine.decoder.kv_cache import KvCache
 from app.engine.sampling.sampler import Sampler, TokenMasks, sample_top_logits, score_prompts, top_logits_request
 from app.engine.scheduler.batch import Batch, LogitRow, RunsAtOnce, SampledTokens, ScheduledSpan, logit_rows_of
-from app.messages import TokenScore
+from app.messages import FIRST_VECTOR_ID, TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, QkvHeads, split_into_decodes
-from armature_kernels.attention.context import AttendWithStates, AttentionSpec, StepContext
+from armature_kernels.attention.context import AttendWithStates, AttentionSpec, StepContext, TokenVectors
 from armature_kernels.attention.convolution import convolve
 from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs, StateRun, StateStep, recur
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
@@ -142,17 +143,37 @@ class CpuDecoderRunner(RunsAtOnce):
         attend = self._attention.begin(spans)
         if self._adapters is not None:
             self._adapters.begin(spans)
+        vectors = vectors_of(spans)
+        if vectors is not None:
+            token_ids = [token if token < FIRST_VECTOR_ID else 0 for token in token_ids]
         num_rows = len(token_ids) if all_rows else len(logit_rows)
         which = None if num_rows == len(token_ids) else self._to_model_device(self._logit_rows.fill(logit_rows))
         ids, places = (
             self._to_model_device(self._token_ids.fill(token_ids)),
             self._to_model_device(self._positions.fill(positions)),
         )
-        shape = (len(token_ids), num_rows) if self._attention.is_replayable and self._token_ids.stays else None
-        return StepContext(ids, places, which, attend, top_logits, shape)
+        is_replayable = self._attention.is_replayable and self._token_ids.stays and vectors is None
+        shape = (len(token_ids), num_rows) if is_replayable else None
+        return StepContext(ids, places, which, attend, top_logits, shape, vectors)
 
     def _to_model_device(self, values: Tensor) -> Tensor:
         return to_model_device(values, self.backend.device)
+
+
+def vectors_of(spans: tuple[ScheduledSpan, ...]) -> TokenVectors | None:
+    """Return the vectors at positions that the spans compute; None if there are none."""
+    rows: list[int] = []
+    values: list[Tensor] = []
+    first = 0
+    for span in spans:
+        for part in span.sequence.vectors:
+            start, end = max(part.start, span.start), min(part.end, span.end)
+            if start < end:
+                rows += range(first + start - span.start, first + end - span.start)
+                held = numpy.frombuffer(part.data, dtype="<f4").reshape(part.num_rows, -1)
+                values.append(torch.tensor(held[start - part.start : end - part.start]))
+        first += span.num_tokens
+    return TokenVectors(torch.tensor(rows), torch.cat(values)) if rows else None
 
 
 def to_model_device(values: Tensor, device: torch.device) -> Tensor:

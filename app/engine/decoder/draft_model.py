@@ -134,6 +134,6 @@ class DraftModel:
         own.num_prompt_tokens = len(tokens)
 
     def _known_ids(self, sequence: Sequence) -> list[int]:
-        if self._vocab_size <= self._own_vocab_size:
+        if self._vocab_size <= self._own_vocab_size and not sequence.vectors:
             return list(sequence.token_ids)
         return [token if token < self._own_vocab_size else 0 for token in sequence.token_ids]

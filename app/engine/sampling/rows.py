@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.scheduler.batch import NOT_FINITE, Sequence
-from app.messages import SamplingParams
+from app.messages import FIRST_VECTOR_ID, SamplingParams
 from armature_kernels.triton.support import triton_usable
 
 MIN_TEMPERATURE = (
@@ -138,7 +138,10 @@ def apply_penalties(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor
 def _apply_penalties_to_row(scores: Tensor, sequence: Sequence) -> None:
     params, num_prompt = sequence.params, sequence.num_prompt_tokens
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(list(set(sequence.token_ids[sequence.num_source_tokens :])), device=scores.device)
+        ids = set(sequence.token_ids[sequence.num_source_tokens :])
+        if sequence.vectors:
+            ids = {token for token in ids if token < FIRST_VECTOR_ID}
+        seen = torch.tensor(list(ids), device=scores.device)
         values, penalty = scores[seen], max(params.repetition_penalty, MIN_TEMPERATURE)
         scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if sequence.num_completion_tokens and (params.presence_penalty or params.frequency_penalty):

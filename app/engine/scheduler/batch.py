@@ -21,6 +21,7 @@ from app.messages import (
     Generate,
     GrammarSource,
     LoadedAdapter,
+    PromptVectors,
     SamplingParams,
     SequenceFinished,
     Timings,
@@ -138,6 +139,7 @@ class Sequence:
     adapter: LoadedAdapter | None = None
     cache_salt: str | None = None
     thinking: ThinkingState | None = None  # after the tokens of `token_ids`; None: without a limit
+    vectors: tuple[PromptVectors, ...] = ()  # in the order of their places in the prompt
 
     @property
     def prefix_scope(self) -> PrefixScope:
@@ -218,6 +220,7 @@ def make_sequence(
         adapter=request.adapter,
         cache_salt=request.cache_salt,
         thinking=None if request.thinking is None else ThinkingState(request.thinking),
+        vectors=request.vectors,
     )
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Protocol
 
 from app.engine.scheduler.batch import ScheduledSpan, Sequence
+from app.messages import FIRST_VECTOR_ID
 
 MIN_SPEEDUP = (
     1.03  # required gain in tokens per second over no draft tokens; the gain must cover the cost of drafting too
@@ -293,6 +295,8 @@ class Speculation:
             return ()
         most = min(self._max_draft_tokens, left)
         ids = state.drafter.propose(sequence.token_ids, most) if most > 0 else ()
+        if sequence.vectors:
+            ids = tuple(takewhile(lambda token: token < FIRST_VECTOR_ID, ids))
         return ids if grammar is None or not ids else ids[: grammar.count_valid(ids)]
 
     def _draft_counts(self, spans: list[ScheduledSpan], proposals: list[DraftProposal], left: int) -> list[int]:

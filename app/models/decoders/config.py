@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from app.errors import CheckpointInvalid, NotNative
 from app.models.config_reader import MAX_LAYERS, ConfigReader
-from app.models.decoders.families import DECODER_FAMILIES, refusal
+from app.models.decoders.families import DECODER_FAMILIES, DEFAULT_TEXTS, refusal
 from app.models.decoders.family import DecoderFamily, Fields
 from app.models.decoders.family_values import known_texts, refuse
 from app.models.decoders.layer_config import (
@@ -252,7 +252,11 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
         name for name, family in DECODER_FAMILIES.items() if family.model_type == values.get("model_type")
     ]
     listed = [str(name) for name in names] if isinstance(names, list) else []
-    known = [name for name in (OTHER_NAMES.get(name, name) for name in listed) if name in DECODER_FAMILIES]
+    inner = values.get("text_config")
+    kind = inner.get("model_type") if isinstance(inner, Mapping) else None
+    asked = [OTHER_NAMES.get(name, name).partition("/")[0] for name in listed]
+    rows = [row for name in asked for row in (f"{name}/{kind or DEFAULT_TEXTS.get(name)}", name)]
+    known = [row for row in rows if row in DECODER_FAMILIES]
     if not known:
         raise NotNative(f"config.json: {refusal(listed, str(values.get('model_type')))}")
     if values.get("use_bidirectional_attention") not in (None, False, "vision"):
@@ -260,9 +264,7 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
             "config.json: use_bidirectional_attention makes this decoder an encoder. It is served for embeddings with the architecture"
             " of its plain Model, or with a modules.json."
         )
-    inner = values.get("text_config")
-    of_text = f"{known[0]}/{inner.get('model_type')}" if isinstance(inner, Mapping) else ""
-    return of_text if of_text in DECODER_FAMILIES else known[0]
+    return known[0]
 
 
 def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigReader:
@@ -271,7 +273,7 @@ def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigRead
         inner = config.section(family.text_config)
         # The embeddings are tied if either place says so: transformers writes it to one of them.
         shared = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
-        config = ConfigReader(ChainMap(*_maps(inner.values), shared), inner.where)
+        config = ConfigReader(ChainMap(*_maps(inner.values), shared, dict(family.defaults)), inner.where)
     named = {usual: config.values[own] for usual, own in family.aliases.items() if config.has(own)}
     return ConfigReader(ChainMap(*_maps(config.values), named), config.where) if named else config
 

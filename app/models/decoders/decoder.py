@@ -19,7 +19,7 @@ from app.models.decoders.layers import Attention, BranchLayer, DecoderLayer, Nor
 from app.models.decoders.rope import RopeConfig, RopeKind
 from app.models.encoders.config import EncoderConfig
 from armature_kernels.attention.attention import RopeAngles
-from armature_kernels.attention.context import EncodeContext, StepContext
+from armature_kernels.attention.context import EncodeContext, StepContext, TokenVectors
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from armature_kernels.elementwise.embedding import RowFactor, add_embedding_rows, embedding_rows
 from armature_kernels.elementwise.rope import rope_angles
@@ -250,7 +250,8 @@ class Decoder(nn.Module):
 
     def hidden(self, context: StepContext) -> Tensor:
         """Compute hidden states FP32 [rows, size] before the last norm, for the tokens in `logit_rows`."""
-        hidden, angles = self.embedded(context.token_ids, context.positions), self.layer_angles(context.positions)
+        hidden = self.embedded(context.token_ids, context.positions, context.vectors)
+        angles = self.layer_angles(context.positions)
         wanted: list[Tensor | None] = [None] * len(self.layers)
         wanted[-1] = context.logit_rows
         for layer, own, only in zip(self.layers, angles, wanted, strict=True):
@@ -264,9 +265,11 @@ class Decoder(nn.Module):
         total: Tensor = self.exit(hidden)
         return total
 
-    def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def embedded(self, token_ids: Tensor, positions: Tensor, vectors: TokenVectors | None = None) -> Tensor:
         """Return the input of the first layer, FP32, for tokens at these positions."""
         hidden: Tensor = self.embedding(token_ids)
+        if vectors is not None:
+            hidden[vectors.rows] = vectors.values
         if self.position_embedding is not None:
             self.position_embedding.add_to(hidden, positions)
         if self.embedding_norm is not None:

@@ -37,6 +37,7 @@ _TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "model.text_model.": "model.",
 }
 _OTHER_HALVES = tuple(
     f"{prefix}{part}."
@@ -49,8 +50,42 @@ _OTHER_HALVES = tuple(
         "multi_modal_projector",
         "visual",
         "vision_embedder",
+        "vision_model",
+        "connector",
+        "visual_embeddings_table",
     )
 )
+# Classes of models that read pictures, each with its title and the types of text models that it may have, the default
+# first.
+_TEXTS_OF_READERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "SmolVLMForConditionalGeneration": ("smolvlm", "SmolVLM", ("llama",)),
+    "Idefics3ForConditionalGeneration": ("idefics3", "Idefics 3", ("llama",)),
+    "LlavaForConditionalGeneration": ("llava", "LLaVA", ("llama", "mistral", "qwen2")),
+    "LlavaNextForConditionalGeneration": ("llava_next", "LLaVA-NeXT", ("llama", "mistral", "granite")),
+    "LlavaOnevisionForConditionalGeneration": ("llava_onevision", "LLaVA-OneVision", ("qwen2",)),
+    "InternVLForConditionalGeneration": ("internvl", "InternVL 2.5 and later", ("qwen2", "qwen3", "llama")),
+    "Ovis2ForConditionalGeneration": ("ovis2", "Ovis 2", ("qwen2",)),
+}
+DEFAULT_TEXTS: Mapping[str, str] = {name: texts[0] for name, (_, _, texts) in _TEXTS_OF_READERS.items()}
+_TEXT_NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "granite": "Granite"}
+# What the first files of LLaVA leave out of the section of their text model.
+_LEFT_OUT: Mapping[str, Mapping[str, int]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+}
 
 
 def _text_half(family: DecoderFamily, model_type: str, title: str) -> DecoderFamily:
@@ -61,9 +96,19 @@ def _text_half(family: DecoderFamily, model_type: str, title: str) -> DecoderFam
         title=title,
         text_config="text_config",
         prefixes=_TEXT_PREFIXES,
-        ignored=(*_OTHER_HALVES, *family.ignored),
+        ignored=(*_OTHER_HALVES, "image_newline", "model.image_newline", *family.ignored),
         embeds=False,
     )
+
+
+def _readers_of_pictures(families: Mapping[str, DecoderFamily]) -> dict[str, DecoderFamily]:
+    """Return the rows of models that read pictures: one for each text model, the class and its type as the name."""
+    rows: dict[str, DecoderFamily] = {}
+    for name, (model_type, title, texts) in _TEXTS_OF_READERS.items():
+        for text in texts:
+            own = _text_half(families[f"{_TEXT_NAMES[text]}ForCausalLM"], model_type, title)
+            rows[f"{name}/{text}"] = replace(own, defaults=_LEFT_OUT.get(text, {}))
+    return rows
 
 
 _GEMMA3N = DecoderFamily(
@@ -176,7 +221,7 @@ _QWEN3 = DecoderFamily(
 )
 
 # The defaults are those of transformers' configuration classes, which omit default values from a saved config.json.
-DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
+_PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
     "LlamaForCausalLM": DecoderFamily(
         model_type="llama",
         title="Llama 1 to 3, SmolLM 1 and 2, and others with its layers",
@@ -471,6 +516,7 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     **EXPERT_FAMILIES,
     **RECURRENT_FAMILIES,
 }
+DECODER_FAMILIES: Mapping[str, DecoderFamily] = {**_PLAIN_FAMILIES, **_readers_of_pictures(_PLAIN_FAMILIES)}
 
 
 # What is not offered -> the starts of the class names that need it.
@@ -493,8 +539,8 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "speech": ("Whisper", "Speech", "Wav2Vec", "Voxtral", "Moshi", "Qwen2Audio"),
     "pictures": (
-        *("Qwen3VLMoe", "Llava", "Idefics", "PaliGemma", "Mllama", "InternVL"),
-        *("SmolVLM", "Phi4Multimodal", "DeepseekVL", "Ovis", "Molmo", "Glm4v", "Pixtral", "Qwen2_5Omni"),
+        *("Qwen3VLMoe", "LlavaNextVideo", "VipLlava", "VideoLlava", "IdeficsFor", "Idefics2", "PaliGemma", "Mllama"),
+        *("InternVLChat", "Phi4Multimodal", "DeepseekVL", "OvisFor", "Molmo", "Glm4v", "Pixtral", "Qwen2_5Omni"),
         *("Lfm2Vl", "Lfm3Vl"),
     ),
     "chunked attention and experts that alternate with dense layers": ("Llama4",),
@@ -503,6 +549,11 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     "weights of one and a half bits": ("BitNet",),
     "a mixture of experts of its own kind": (*("JetMoe", "Dbrx", "LongcatFlash"),),
 }
+
+
+def reads_pictures(architecture: str) -> bool:
+    """Return True if pictures are read in front of the decoder of an architecture."""
+    return architecture.partition("/")[0] in DEFAULT_TEXTS
 
 
 _SHORT_NAMES = [name.removesuffix("ForCausalLM") for name in DECODER_FAMILIES][:8]

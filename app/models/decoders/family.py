@@ -21,6 +21,7 @@ class DecoderFamily:
     - `title`: the models, for the documentation.
     - `aliases`: names of values in this config.json, by the usual name.
     - `text_config`: the section with the decoder's values; None: config.json itself.
+    - `defaults`: values that old files of a section leave out.
     - `window`: the default of sliding_window.
     - `head_dim`: its default; None: hidden_size / num_attention_heads.
     - `theta`, `partial`: defaults of the rotary embeddings. `sliding_ropes`: those of sliding layers are separate, with
@@ -48,6 +49,7 @@ class DecoderFamily:
     title: str
     aliases: Mapping[str, str] = field(default_factory=dict)
     text_config: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     window: int | None = None
     tie_embeddings: bool = False
     head_dim: int | None = None

@@ -89,7 +89,7 @@ def filling(suffix: str, **fields: Any) -> GenerationRequest:
 
 
 def text_of(model: ServedDecoder, wanted: GenerationRequest) -> str:
-    return model.tokenizer.decode(tokenize_prompt(model, wanted), skip_special_tokens=False)
+    return model.tokenizer.decode(tokenize_prompt(model, wanted).token_ids, skip_special_tokens=False)
 
 
 def test_a_gap_stands_between_special_tokens(tmp_path: Path) -> None:
@@ -105,7 +105,9 @@ def test_a_gap_stands_between_special_tokens(tmp_path: Path) -> None:
 def test_a_long_file_is_shortened_around_the_gap_or_refused(tmp_path: Path) -> None:
     model = coder(tmp_path, context=40)
     long = {"prompt": "the fox " * 500, "params": {"max_tokens": 8}}
-    shortened = tokenize_prompt(model, filling("hen " * 500, fits=True, files=(("a", "b" * 90),), **dict(long)))
+    shortened = tokenize_prompt(
+        model, filling("hen " * 500, fits=True, files=(("a", "b" * 90),), **dict(long))
+    ).token_ids
     assert len(shortened) == 39 - 8
     text = model.tokenizer.decode(shortened, skip_special_tokens=False)
     assert text.startswith("<fim_prefix>") and "the fox <fim_suffix>hen" in text and text.endswith("<fim_middle>")

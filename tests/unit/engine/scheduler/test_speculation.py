@@ -11,7 +11,7 @@ from app.engine.scheduler.batch import ScheduledSpan, Sequence
 from app.engine.scheduler.scheduler import EngineLimits
 from app.engine.scheduler.speculation import MAX_PAUSE_STEPS, MAX_SPECULATIVE_ROWS, Speculation
 from app.hardware.step_times import StepTimeTable
-from app.messages import SamplingParams
+from app.messages import FIRST_VECTOR_ID, PromptVectors, SamplingParams
 from app.metrics.steps import DEFAULT_STEP_TIMES, FORGOTTEN_AFTER, StepStats, StepTimeModel
 from engine_simulation import FreeRows, Oracle, Simulation, drawn, fingerprints
 
@@ -241,3 +241,18 @@ def test_the_oracle_knows() -> None:
     sequence = Sequence("a", 0, SamplingParams(), [1, 2, 3], 3, seed=5)
     first, *_ = Oracle(sequence, random.Random(0), 1.0).propose([1, 2, 3], 3)
     assert first == drawn(fingerprints([1, 2, 3])[-1], 5)
+
+
+def test_a_token_of_a_picture_is_never_drafted() -> None:
+    class Repeats(Always):
+        def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
+            return (FIRST_VECTOR_ID + 5,) * most
+
+    plain, pictured = decoding(0), decoding(1)
+    pictured.sequence.vectors = (PromptVectors(2, 1, b""),)
+    found: dict[int, set[int]] = {0: set(), 1: set()}
+    speculation = Speculation(Repeats, StepTimeModel())
+    for _ in range(5):
+        for span in speculation.add_draft_tokens([plain, pictured], 1000, lambda sequence, number: True):
+            found[span.slot] |= set(span.draft_ids)
+    assert found == {0: {FIRST_VECTOR_ID + 5}, 1: set()}

@@ -1,0 +1,166 @@
+"""Pictures in chats: their limits, the vectors that a tower makes of them, and their places in a prompt."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import logging
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.errors import InvalidRequest, UnsupportedParameter
+from app.messages import FIRST_VECTOR_ID, NUM_VECTOR_IDS, PromptVectors
+from app.service.requests import Picture
+
+_LOG = logging.getLogger(__name__)
+CACHED_BYTES = 2**28  # of vectors: about a hundred pictures of a small model, or five of a large one
+
+
+class Vectors(Protocol):
+    """What a picture is in a prompt: its tokens, and runs of vectors: first token, number of rows, FP32 rows."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def runs(self) -> tuple[tuple[int, int, bytes], ...]: ...
+
+
+class Tower(Protocol):
+    """The part of a model that reads pictures. `token_id` stands for one in the text of a chat template."""
+
+    token_id: int
+
+    def read(self, data: bytes, field: str, is_alone: bool) -> Vectors: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPicture:
+    """A picture as it is in a prompt. `key` tells its content, and how it is cut, from all others."""
+
+    vectors: Vectors
+    key: bytes
+    placeholder_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPictures:
+    """A prompt with pictures: the tokens that clients see, those of the engine, and the vectors at their places."""
+
+    token_ids: tuple[int, ...]
+    engine_ids: tuple[int, ...]
+    vectors: tuple[PromptVectors, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(one.data) for one in self.vectors)
+
+
+class ChatPictureReader:
+    """Reads pictures with a tower, which is loaded for the first one, and keeps the vectors of the latest ones.
+
+    `report` gets whether a picture was known, and the seconds that its vectors took. `read` runs in one thread.
+    """
+
+    def __init__(self, load: Callable[[], Tower], max_pictures: int) -> None:
+        self.max_pictures = max_pictures
+        self.report: Callable[[bool, float], None] = lambda is_known, seconds: None
+        self._load = load
+        self._lock = threading.Lock()
+        self._tower: Tower | None = None
+        self._known: OrderedDict[bytes, Vectors] = OrderedDict()
+        self._num_bytes = 0
+
+    def read(self, pictures: Sequence[Picture]) -> list[ReadPicture]:
+        """Return the vectors of a request's pictures. Raises an `InvalidRequest` that names the field."""
+        with self._lock:
+            if self._tower is None:
+                began = time.monotonic()
+                self._tower = self._load()
+                _LOG.info("the part of the model that reads pictures was loaded in %.1f s", time.monotonic() - began)
+            tower, is_alone = self._tower, len(pictures) == 1
+            return [self._read(tower, picture, is_alone) for picture in pictures]
+
+    def _read(self, tower: Tower, picture: Picture, is_alone: bool) -> ReadPicture:
+        began, data = time.monotonic(), _decoded(picture)
+        key = hashlib.sha256(b"1" * is_alone + data).digest()
+        known = self._known.get(key)
+        vectors = known or tower.read(data, picture.field, is_alone)
+        self.report(known is not None, time.monotonic() - began)
+        if known is None:
+            self._known[key] = vectors
+            self._num_bytes += _num_bytes(vectors)
+        self._known.move_to_end(key)
+        while self._num_bytes > CACHED_BYTES:
+            self._num_bytes -= _num_bytes(self._known.popitem(last=False)[1])
+        return ReadPicture(vectors, key, tower.token_id)
+
+
+def check_pictures(reader: ChatPictureReader | None, reason: str, pictures: Sequence[Picture]) -> ChatPictureReader:
+    """Return the reader of a request's pictures. Raises `UnsupportedParameter` if there is none, or for too many."""
+    if reader is None:
+        raise UnsupportedParameter(f"{pictures[0].field} is a picture, and {reason}.", field=pictures[0].field)
+    if len(pictures) > reader.max_pictures:
+        field = pictures[reader.max_pictures].field
+        raise UnsupportedParameter(
+            f"The request has {len(pictures)} pictures, and may have {reader.max_pictures}, this server's max_images.",
+            field=field,
+        )
+    return reader
+
+
+def place_pictures(token_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> PlacedPictures:
+    """Return a prompt with the tokens of each picture in place of its placeholder.
+
+    Raises `InvalidRequest` if the chat template has not written one placeholder for each picture.
+    """
+    if not pictures:
+        return PlacedPictures(tuple(token_ids), tuple(token_ids))
+    count = sum(token == pictures[0].placeholder_id for token in token_ids)
+    if count != len(pictures):
+        raise InvalidRequest(
+            f"The chat template makes {count} places for {len(pictures)} pictures: it takes none here, or a text has"
+            " the word that stands for one.",
+            field="messages",
+        )
+    shown: list[int] = []
+    engine: list[int] = []
+    vectors: list[PromptVectors] = []
+    left = iter(pictures)
+    for token in token_ids:
+        if token != pictures[0].placeholder_id:
+            shown.append(token)
+            engine.append(token)
+            continue
+        picture, start = next(left), len(shown)
+        shown += picture.vectors.token_ids
+        engine += picture.vectors.token_ids
+        ids = _vector_ids(picture)
+        for first, num_rows, data in picture.vectors.runs:
+            vectors.append(PromptVectors(start + first, num_rows, data))
+            engine[start + first : start + first + num_rows] = ids[first : first + num_rows]
+    return PlacedPictures(tuple(shown), tuple(engine), tuple(vectors))
+
+
+def _vector_ids(picture: ReadPicture) -> list[int]:
+    """Return ids by which the prefix cache tells the tokens of this picture from all others."""
+    count = len(picture.vectors.token_ids)
+    drawn = struct.unpack(f"<{count}I", hashlib.shake_256(picture.key).digest(4 * count))
+    return [FIRST_VECTOR_ID + number % NUM_VECTOR_IDS for number in drawn]
+
+
+def _decoded(picture: Picture) -> bytes:
+    try:
+        return base64.b64decode(picture.data.strip(), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(f"{picture.field} is no base64: {error}.", field=picture.field) from error
+
+
+def _num_bytes(vectors: Vectors) -> int:
+    return sum(len(data) for _, _, data in vectors.runs)

@@ -1,0 +1,182 @@
+"""Pictures in chats: greedy text equals that of the library's processor and `generate`, in FP32, whatever runs beside."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from PIL import Image
+
+from app.engine.scheduler.batch import Batch
+from app.errors import InvalidRequest
+from app.messages import FIRST_VECTOR_ID, RequestFailed, SamplingParams, TokensReady
+from app.server.prepare import prepare
+from app.server.startup import make_served_model, read_chat_template
+from app.service.prompt import Prompt, read_prompt, render_chat
+from app.service.requests import GenerationRequest, Picture
+from app.service.served_model import ServedDecoder
+from app.settings import Settings
+from app.text.tokenizer_check import try_and_load
+from picture_checkpoints import FAMILIES, Reference, write_reader
+
+NUM_TOKENS = 8
+FAST = ("SmolVLMForConditionalGeneration/llama", "LlavaNextForConditionalGeneration/granite")
+
+
+def picture(width: int, height: int, seed: int) -> Any:
+    values = numpy.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=numpy.uint8)
+    return Image.fromarray(values)
+
+
+SMALL, WIDE, TALL = picture(30, 20, 1), picture(90, 50, 2), picture(25, 80, 3)
+Talk = list[tuple[str, list[Any]]]  # role, and texts and pictures
+TALKS: dict[str, Talk] = {
+    "one": [("user", [SMALL, "What is it?"])],
+    "wide": [("user", ["Look: ", WIDE, " what?"])],
+    "two": [("user", [WIDE, "and", TALL, "?"])],
+    "earlier": [("user", [SMALL, "What is it?"]), ("assistant", ["A thing."]), ("user", ["Why?"])],
+    "text": [("user", ["Hello there"])],
+}
+
+
+@dataclass
+class Served:
+    reference: Reference
+    model: ServedDecoder
+    engine: Any
+
+    def request(self, talk: Talk, max_tokens: int = NUM_TOKENS, **params: Any) -> GenerationRequest:
+        found: list[Picture] = []
+        messages = []
+        for role, parts in talk:
+            content = []
+            for part in parts:
+                if isinstance(part, str):
+                    content.append({"type": "text", "text": part})
+                else:
+                    content.append({"type": "image"})
+                    found.append(Picture(base64.b64encode(file_of(part)).decode(), "messages[0].content[0]"))
+            messages.append({"role": role, "content": content})
+        given = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **params)
+        return GenerationRequest(given, "chat", "", messages=tuple(messages), pictures=tuple(found))
+
+    def prompt(self, talk: Talk, **params: Any) -> Prompt:
+        request = self.request(talk, **params)
+        assert self.model.pictures is not None
+        return read_prompt(self.model, request, self.model.pictures.read(request.pictures) if request.pictures else ())
+
+    def texts(self, talks: Sequence[Talk], **params: Any) -> list[list[int]]:
+        """The completions of conversations that run together."""
+        found: dict[str, list[int]] = {str(place): [] for place in range(len(talks))}
+        for place, talk in enumerate(talks):
+            assert self.engine.add(self.prompt(talk, **params).command(str(place), 0.0)) == []
+        while self.engine.has_work:
+            for event in self.engine.step():
+                assert not isinstance(event, RequestFailed), event.error
+                if isinstance(event, TokensReady):
+                    found[event.request_id] += event.token_ids
+        return list(found.values())
+
+    def expected(self, talk: Talk) -> list[int]:
+        text = render_chat(self.model, self.request(talk).messages or (), {})
+        pictures = [part for _, parts in talk for part in parts if not isinstance(part, str)]
+        return self.reference.generated(text, pictures, NUM_TOKENS)
+
+
+def file_of(shown: Any, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    shown.save(file, kind, **options)
+    return file.getvalue()
+
+
+def serve(directory: Path, reference: Reference, **settings: Any) -> Served:
+    from app.engine.build import BuildRequest, build
+
+    values = {"precision": "fp32", "threads": 1, **settings}
+    prepared = prepare(Settings(model=directory, cache_dir=directory / "cache", **values))
+    tokenizer = try_and_load(prepared.checkpoint.location, None, False)
+    model = make_served_model(prepared, tokenizer, read_chat_template(prepared, tokenizer))
+    assert isinstance(model, ServedDecoder)
+    return Served(reference, model, build(BuildRequest(prepared.checkpoint, prepared.plan)))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function that serves the tiny checkpoint of a family, which is written once."""
+    written: dict[str, tuple[Path, Reference]] = {}
+    opened: list[ServedDecoder] = []
+
+    def start(name: str, **settings: Any) -> Served:
+        if name not in written:
+            directory = tmp_path_factory.mktemp("reader") / "model"
+            written[name] = directory, write_reader(directory, name)
+        made = serve(*written[name], **settings)
+        opened.append(made.model)
+        return made
+
+    yield start
+    for model in opened:
+        model.close()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
+)
+def test_text_is_that_of_the_library_alone_and_in_a_crowd(name: str, served: Callable[..., Served]) -> None:
+    one = served(name)
+    expected = [one.expected(talk) for talk in TALKS.values()]
+    assert len({tuple(text) for text in expected}) > 2, "the pictures matter"
+    alone = [one.texts([talk])[0] for talk in TALKS.values()]
+    assert alone == expected
+    assert one.texts(list(TALKS.values())) == expected, "with what the first ones left in the prefix cache"
+
+
+def test_prompts_in_small_parts_have_the_same_text(served: Callable[..., Served]) -> None:
+    one = served(FAST[0], max_batch_tokens=5, max_running_seqs=4)
+    assert one.texts(list(TALKS.values())) == [one.expected(talk) for talk in TALKS.values()]
+
+
+def test_the_second_question_computes_neither_the_picture_nor_its_tokens_again(served: Callable[..., Served]) -> None:
+    one = served(FAST[0])
+    known: list[bool] = []
+    assert one.model.pictures is not None
+    one.model.pictures.report = lambda is_known, seconds: known.append(is_known)
+    first: Talk = [("user", [WIDE, "What is it?"])]
+    second: Talk = [("user", [WIDE, "Where is it?"])]
+    other: Talk = [("user", [picture(90, 50, 9), "Where is it?"])]
+    assert one.texts([first]) == [one.expected(first)]
+    batches: list[Batch] = []
+    run = one.engine.runner.run
+    one.engine.runner.run = lambda batch: batches.append(batch) or run(batch)
+    assert one.texts([second]) == [one.expected(second)]
+    length = len(one.prompt(second).token_ids)
+    assert batches[0].cached_tokens > length - 20 and batches[0].num_tokens < 20
+    batches.clear()
+    assert one.texts([other]) == [one.expected(other)]
+    assert batches[0].cached_tokens < 10, "another picture with the same tokens is another prompt"
+    assert known == [False, True, True, False]
+
+
+def test_penalties_know_no_tokens_of_pictures(served: Callable[..., Served]) -> None:
+    one = served(FAST[0])
+    prompt = one.prompt(TALKS["two"])
+    assert max(prompt.token_ids) < 320 and max(prompt.placed.engine_ids) >= FIRST_VECTOR_ID
+    plain, penal = ({}, {"repetition_penalty": 2.0, "presence_penalty": 0.5})
+    assert len(one.texts([TALKS["two"]], **penal)[0]) == NUM_TOKENS
+    assert one.texts([TALKS["two"]], **penal) != one.texts([TALKS["two"]], **plain)
+
+
+def test_what_cannot_be_combined_is_refused(served: Callable[..., Served]) -> None:
+    one = served(FAST[0])
+    with pytest.raises(InvalidRequest, match="prompt_logprobs cannot be combined with pictures"):
+        one.prompt(TALKS["one"], prompt_logprobs=1)
+    with pytest.raises(InvalidRequest, match="makes 2 places for 1 pictures"):
+        one.prompt([("user", [SMALL, "What is <image>?"])])
+    with pytest.raises(InvalidRequest, match="maximum context length"):
+        one.prompt([("user", [SMALL, WIDE, TALL] * 3)])
