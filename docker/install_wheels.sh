@@ -31,7 +31,16 @@ rm -rf /site/bin /site/torch/{test,include,share}
 [ ! -d /site/torch/bin ] || find /site/torch/bin -type f ! -name torch_shm_manager -delete
 # Of CUDA's wheels: what only a CUDA compiler reads.
 [ ! -d /site/nvidia ] || find /site/nvidia \( -name '*.a' -o -name include \) -prune -exec rm -rf {} +
-# Of the others: their tests, and stubs for type checkers.
+# Of torch and torchao also: what their own tests share, and kernels for Hopper that only products without a use here call.
+if [ -d /site/torch/testing/_internal ]; then
+  rm -rf /site/torch/testing/_internal/opinfo
+  find /site/torch/testing/_internal -name 'common_*' ! -name common_dtype.py -delete
+fi
+rm -f /site/torchao/_C_*.so
+# Of the others: units of physics, lexers of other languages, AVIF (pictures of that format are refused), tests, and stubs
+# for type checkers.
+rm -rf /site/sympy/physics /site/PIL/_avif*.so /site/pillow.libs/libavif-*
+[ ! -d /site/pygments/lexers ] || find /site/pygments/lexers -name '[a-z]*.py' ! -name python.py -delete
 for package in sympy networkx numpy mpmath; do
   [ ! -d "/site/$package" ] || find "/site/$package" -type d -name tests -prune -exec rm -rf {} +
 done
