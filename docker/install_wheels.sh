@@ -31,7 +31,7 @@ rm -rf /site/bin /site/torch/{test,include,share}
 [ ! -d /site/torch/bin ] || find /site/torch/bin -type f ! -name torch_shm_manager -delete
 # Of CUDA's wheels: what only a CUDA compiler reads.
 [ ! -d /site/nvidia ] || find /site/nvidia \( -name '*.a' -o -name include \) -prune -exec rm -rf {} +
-# Of torch and torchao also: what their own tests share, and kernels for Hopper that only products without a use here call.
+# What torch's own tests share, and torchao's CUDA kernels, which no product here calls.
 if [ -d /site/torch/testing/_internal ]; then
   rm -rf /site/torch/testing/_internal/opinfo
   find /site/torch/testing/_internal -name 'common_*' ! -name common_dtype.py -delete
