@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from app.models.config_reader import ConfigReader
 from app.models.encoders.config_reader import read_labels
-from app.models.transformers_config import TransformersConfig, class_table, first_integer
+from app.models.transformers_config import SEQ_TO_SEQ, TransformersConfig, class_table, first_integer
 
 TaskName = Literal[
     "token-classification",
@@ -80,12 +80,17 @@ def find_task_config(values: Mapping[str, Any]) -> TaskConfig | None:
 
 
 def _tasks_of(name: str) -> tuple[TaskName, ...]:
+    generates = _is_in(SEQ_TO_SEQ, name)  # BART fills masks too; a model that can generate does that
     for table, tasks in _TASKS.items():
-        if any(name in classes for classes in (class_table(table) or {}).values()):
+        if _is_in(table, name) and not (generates and table == _MASKED):
             return tasks
     masked = class_table(_MASKED) or {}
     bases = class_table(_BASES) or {}
     return ("feature-extraction",) if any(name in bases.get(model_type, ()) for model_type in masked) else ()
+
+
+def _is_in(table: str, name: str) -> bool:
+    return any(name in classes for classes in (class_table(table) or {}).values())
 
 
 def _read(name: str, tasks: tuple[TaskName, ...], values: Mapping[str, Any]) -> TaskConfig:

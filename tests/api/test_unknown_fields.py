@@ -145,7 +145,9 @@ def test_every_route_is_tried() -> None:
     # These change which adapters or models are loaded, or are refused whatever they have.
     left = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/embed_sparse", "/models/load", "/models/unload"}
     routes = {path.replace("/versions/{version}", "") for path in body_models()}
-    missing = {path for path in routes - tried - left if not path.startswith("/v2/repository/models/")}
+    # Models that transformers computes are too large for these tests: tests/live/test_live_tasks.py.
+    apart = ("/v2/repository/models/", "/pipeline/", "/models/{name}")
+    missing = {path for path in routes - tried - left if not path.startswith(apart)}
     assert not missing
 
 

@@ -74,7 +74,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
     """Path and body by name."""
     from tests.attack.test_json_bodies import SHAPES, SIZE
 
-    found = {name: ("/generate", body) for name, body in SHAPES.items()}
+    found = {name: ("/generate", make()) for name, make in SHAPES.items()}
     text = b"a" * (SIZE - 200)
     message = b'{"messages":[{"role":"%b","content":"%b"}]}'
     return found | {

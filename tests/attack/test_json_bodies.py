@@ -31,7 +31,7 @@ def members(number: int) -> bytes:
     return b",".join(b'"k%d":1' % i for i in range(number))
 
 
-# Field and value: the shapes of `facts/abuse.md`, and the largest bodies that are valid.
+# Field and value: shapes that made parsers slow, and the largest bodies that are valid.
 SHAPES: dict[str, Callable[[], bytes]] = {
     "lists of ids": lambda: b'{"prompt":[%b]}' % repeated(b"[1]"),
     "empty lists": lambda: b'{"prompt":[%b]}' % repeated(b"[]"),

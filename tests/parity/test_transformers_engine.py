@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.engine.transformers import sequences
+from app.engine.transformers import generation
 from app.errors import CheckpointInvalid, RequestError
 from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from transformers_checkpoints import (
@@ -127,7 +127,7 @@ def test_a_prompt_longer_than_a_step_and_a_preempted_sequence_have_the_same_text
 
 
 def test_short_rows_are_not_padded_to_the_longest(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequences, "_LEAST_LENGTH", 16)
+    monkeypatch.setattr(generation, "_LEAST_LENGTH", 16)
     directory, model = written("MistralForCausalLM")
     engine = build_engine(directory)
     shapes: set[tuple[int, int]] = set()
