@@ -37,9 +37,9 @@ if [ -d /site/torch/testing/_internal ]; then
   find /site/torch/testing/_internal -name 'common_*' ! -name common_dtype.py -delete
 fi
 rm -f /site/torchao/_C_*.so
-# Of the others: units of physics, lexers of other languages, AVIF (pictures of that format are refused), tests, and stubs
-# for type checkers.
-rm -rf /site/sympy/physics /site/PIL/_avif*.so /site/pillow.libs/libavif-*
+# Of the others: what builds packages, units of physics, lexers of other languages, AVIF (pictures of that format are
+# refused), tests, and stubs for type checkers.
+rm -rf /site/{setuptools,_distutils_hack} /site/sympy/physics /site/PIL/_avif*.so /site/pillow.libs/libavif-*
 [ ! -d /site/pygments/lexers ] || find /site/pygments/lexers -name '[a-z]*.py' ! -name python.py -delete
 for package in sympy networkx numpy mpmath; do
   [ ! -d "/site/$package" ] || find "/site/$package" -type d -name tests -prune -exec rm -rf {} +
