@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from app.api.openai.schemas import ChatBody
 from app.api.openai.translate import chat_request
 from app.api.schemas import parse_body
-from app.errors import InvalidRequest, UnsupportedParameter
+from app.errors import InvalidRequest
 from app.text.chat import ChatTemplate
 from real_formats import real_templates
 from small_tokenizers import byte_level, write_tokenizer
@@ -249,13 +249,3 @@ def test_prompts_are_whole_and_those_of_transformers(name: str, tmp_path: Path) 
     if name not in REFUSING:
         refused = {title for title, found in outcomes.items() if found == "refused"}
         assert refused <= {"documents", "empty answer"}, "a conversation is refused that could be written"
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in real_templates() if name.startswith(("Qwen-Qwen3", "meta-llama", "google-gemma"))]
-)
-def test_a_picture_is_refused(name: str) -> None:
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    body = {"messages": [{"role": "user", "content": [picture, *parts("wordquestion")]}]}
-    with pytest.raises(UnsupportedParameter, match="image_url"):
-        parse_body(ChatBody, json.dumps(body).encode())
