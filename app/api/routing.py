@@ -445,7 +445,8 @@ class ApiCall:
         content, kind = await self.read(), self.request.headers.get("content-type", "")
         try:
             if is_form(kind):
-                named = next(iter(read_form(kind, content).get("model", ())), None)
+                form = await run_beside_loop(len(content), read_form, kind, content)
+                named = next(iter(form.get("model", ())), None)
                 return _NamedBody(model=None if named is None else named.decode("utf-8", "replace"))
             return await run_beside_loop(len(content), _NamedBody.model_validate_json, content)
         except (ValidationError, InvalidRequest):  # the route says what is wrong with the body

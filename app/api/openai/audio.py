@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from app.api.forms import read_form
 from app.api.openai.schemas import OPENAI_ERRORS
-from app.api.routing import BODY_ERRORS, ApiCall, Dialect, check_model, count_refusals, renamed_fields
+from app.api.routing import BODY_ERRORS, ApiCall, Dialect, check_model, count_refusals, renamed_fields, run_beside_loop
 from app.api.schemas import LEAVE_OUT, Body, Refusal, parse_body, refused
 from app.api.streaming import server_timing
 from app.api.tasks.requests import check_task
@@ -113,7 +113,8 @@ async def _recognize(call: ApiCall, kind: type[TranslationBody], task: str) -> R
                 raise InvalidRequest(
                     "Forms from web pages are not taken: send JSON to /pipeline/automatic-speech-recognition."
                 )
-            fields = dict(read_form(call.request.headers.get("content-type", ""), await call.read()))
+            content, form_type = await call.read(), call.request.headers.get("content-type", "")
+            fields = dict(await run_beside_loop(len(content), read_form, form_type, content))
             files = fields.pop("file", [])
             if len(files) != 1 or not files[0]:
                 raise InvalidRequest("file is missing or empty: send one sound.", "file")

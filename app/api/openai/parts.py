@@ -13,8 +13,6 @@ from app.service.requests import Picture
 
 _MAX_TYPE = 40  # characters of a type in a sentence
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "reasoning_text"})
-
-
 _PICTURE_PARTS = frozenset({"image_url", "input_image"})
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 
