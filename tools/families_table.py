@@ -25,8 +25,7 @@ is not supported is refused by its name.
 
 ## Memory for the context
 
-A plan counts what a token takes in the cache of keys and values. Two kinds of layers take more than a reader may
-expect:
+A plan counts what a token takes in the cache of keys and values. Two kinds of layers take more than others:
 
 - **Multi-head latent attention** (DeepSeek-V2 and V3, GLM 4.7 Flash, MiniCPM3, Youtu): the keys and values of all heads
   are cached, values padded to the size of keys: 324 KiB a token of DeepSeek-V2-Lite in BF16; its short rows take 30 KiB.
@@ -46,15 +45,15 @@ row of the cache has room for the larger of both: 512 elements of keys in E2B, o
 ## Where transformers differs
 
 **Phi-3.5-MoE** whose context may exceed 4,096 tokens always uses the long factors of its rotary embeddings and their
-scale, as other models with longrope do here. The transformers with which the tests compare uses the short factors at
-any length.
+scale, as other models with longrope do here, and transformers the short factors at any length.
 
 ## Served
 
-A class with a slash is served with the text model of the type after it. **Pictures in chats** are read with SmolVLM,
-Idefics 3, LLaVA, LLaVA-NeXT (Granite vision too), LLaVA-OneVision, InternVL and Ovis 2, on processors, with the extra
-`transformers`, whose part is loaded for the first one: a data URL or base64 in a user's message, no address, as JPEG, PNG,
-WebP, GIF, BMP or TIFF of one frame and up to 64 megapixels, at most `max_images`.
+A class with a slash is served with the text model of the type after it. **Pictures in chats** are read by the classes
+`…ForConditionalGeneration` that are not *text only*, on processors, with the extra `transformers`, whose part is loaded for
+the first one: a data URL or base64 in a user's message, no address, as JPEG, PNG, WebP, GIF, BMP or TIFF of one frame and
+up to 64 megapixels, at most `max_images`. Granite vision is a LLaVA-NeXT. Where the tokens of a picture see each other
+(Gemma 3, Gemma 4 without E2B and E4B), one step computes all of it.
 
 | `architectures` | models | `architectures` | models | `architectures` | models | `architectures` | models |
 |---|---|---|---|---|---|---|---|
