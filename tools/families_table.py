@@ -19,9 +19,8 @@ HEAD = """# Families of decoders
 This page is for people who ask whether a text model can be served. `make docs` writes it from
 `app/models/decoders/families.py`. [Encoders](encoders.md) and [exported programs](programs.md) have their own pages.
 
-Each family has the logits of transformers in FP32 on tiny random checkpoints
-(`tests/parity/test_families_logits.py`) and is served in every precision of the processor. A value of config.json that
-is not supported is refused by its name.
+Each family has the logits of transformers in FP32 on tiny checkpoints (`tests/parity/test_families_logits.py`) and is
+served in every precision of the processor. Values of config.json that are not supported are refused by name.
 
 ## Memory for the context
 

@@ -90,7 +90,8 @@ class TilesProcessor(PictureProcessor):
         return {**inputs, "spatial_shapes": torch.tensor(shapes)}, texts
 
     def _value(self, name: str) -> Any:
-        return self.values.get(name, _TILES[name])
+        found = self.values.get(name)
+        return _TILES[name] if found is None else found
 
     @property
     def _unit(self) -> int:
@@ -104,12 +105,12 @@ class TilesProcessor(PictureProcessor):
         height, width = (max(round(side / unit) * unit, 1) for side in (image.height, image.width))
         least = self._value("encoder_patch_size")
         is_large = max(height, least) * max(width, least) > most * unit**2 * self._value("max_pixels_tolerance")
-        small = _scaled(image, *self._small_size(image.height, image.width))
+        small = self._scaled(image, *self._small_size(image.height, image.width))
         if not is_large or fewest == largest == 1:
             return (1, 1), [small]
         side = self._value("tile_size")
         columns, rows = _grid(image.width, image.height, fewest, largest, side)
-        whole = _scaled(image, rows * side, columns * side)
+        whole = self._scaled(image, rows * side, columns * side)
         tiles = [
             whole[row * side : (row + 1) * side, column * side : (column + 1) * side]
             for row in range(rows)
@@ -117,6 +118,9 @@ class TilesProcessor(PictureProcessor):
         ]
         has_small = self._value("use_thumbnail") and rows * columns > 1
         return (rows, columns), [*tiles, small] if has_small else tiles
+
+    def _scaled(self, image: Any, height: int, width: int) -> NDArray[numpy.uint8]:
+        return numpy.asarray(image.resize((width, height), Image.Resampling(self._value("resample"))))
 
     def _small_size(self, height: int, width: int) -> tuple[int, int]:
         unit = self._unit
@@ -155,10 +159,6 @@ class TilesProcessor(PictureProcessor):
         return start + "".join(tiles) + (small + of_last if self._value("use_thumbnail") else "") + end
 
 
-def _scaled(image: Any, height: int, width: int) -> NDArray[numpy.uint8]:
-    return numpy.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
-
-
 def _grid(width: int, height: int, fewest: int, most: int, side: int) -> tuple[int, int]:
     """Return the columns and rows of tiles whose shape is nearest to a picture's; of equal ones the larger if it fits."""
     grids = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1)]
@@ -184,6 +184,7 @@ _TILES: Mapping[str, Any] = {
     "encoder_patch_size": 16,
     "tile_size": 512,
     "max_pixels_tolerance": 2.0,
+    "resample": 2,  # bilinear
     "image_mean": (0.5, 0.5, 0.5),
     "image_std": (0.5, 0.5, 0.5),
 }
