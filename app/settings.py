@@ -351,6 +351,11 @@ class Settings(BaseSettings):
         " socket; an empty text: all addresses.",
     )
     port: int = setting("network", 8000, "TCP port to listen on; 0 picks a free one.", ge=0, le=65535)
+    api_processes: Annotated[int, Field(ge=1, le=64)] | Auto = setting(
+        "network",
+        "auto",
+        "Processes that serve HTTP on the same addresses, where one event loop is too slow for the engine; auto: one.",
+    )
     keep_alive_seconds: PositiveFloat = setting(
         "network",
         620.0,

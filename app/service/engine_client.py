@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from app.messages import Command, Event, GrammarSource, RequestFailed
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
 from app.metrics.steps import EngineSnapshot
-from app.service.admission import Admission
+from app.service.admission import Admission, OpenCounts
 from app.service.pictures import ReadPicture, check_pictures
 from app.service.requests import Picture
 from app.service.served_model import ServedDecoder, ServingLimits
@@ -56,18 +57,30 @@ class WorkerInterface(Protocol):
     def put(self, command: Command) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Which of the processes that serve a model this one is, and the requests that they count together."""
+
+    number: int = 0
+    num_processes: int = 1
+    counts: OpenCounts = field(default_factory=OpenCounts)
+
+
 class EngineClient:
     """Client of the worker, bound to the event loop that called `start`."""
 
-    def __init__(self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float], place: ProcessPlace | None = None
+    ) -> None:
+        place = place or ProcessPlace()
         self.worker, self.metrics, self.clock = worker, metrics, clock
         self.texts = TextPool()
         self._quick_grammars, self._slow_grammars, self._pictures = TextPool(), TextPool(), TextPool()
-        self.admission = Admission(lambda: worker.snapshot, clock, self.texts.wait_seconds)
+        self.admission = Admission(lambda: worker.snapshot, clock, self.texts.wait_seconds, place.counts)
         self.timeout_seconds = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
-        self._counter = count()
+        self._counter = count(place.number, place.num_processes)
         self._steps: deque[Sequence[Event]] = deque()
         self._is_woken = False
         self._writes: list[Callable[[], None]] = []
@@ -99,8 +112,17 @@ class EngineClient:
 
     @property
     def num_reading(self) -> int:
-        """Number of requests with a prompt or grammar that is read or waits for a thread."""
+        """Number of requests with a prompt or grammar that is read here or waits for a thread."""
         return sum(pool.num_requests for pool in self._pools)
+
+    @property
+    def num_reading_anywhere(self) -> int:
+        """The same of all processes; the others note it from time to time."""
+        counts = self.admission.counts
+        return self.num_reading + counts.total(OpenCounts.READING) - counts.own(OpenCounts.READING)
+
+    def note_reading(self) -> None:
+        self.admission.counts.set(OpenCounts.READING, self.num_reading)
 
     # ---- before a request is sent ----------------------------------------------------------------------------------
 
@@ -138,7 +160,10 @@ class EngineClient:
     # ---- requests that the worker has ------------------------------------------------------------------------------
 
     def unique_id(self, request_id: str) -> str:
-        """Return a request id that is unique in this process, whatever id the client sent."""
+        """Return a request id that is unique in all processes, whatever id the client sent.
+
+        The rest of its number, divided by the number of processes, is the number of this one.
+        """
         return f"{request_id}#{next(self._counter)}"
 
     def register(

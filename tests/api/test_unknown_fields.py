@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from app.api.routers import ROUTES
-from app.api.routing import ModelNames, NewNames
-from app.api.schemas import Body, parse_body
+from app.api.routing import ModelNames
+from app.api.schemas import Body, NewNames, parse_body
 from app.errors import UnsupportedParameter
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER
 from tests.api.encoder_client import asking
