@@ -721,4 +721,5 @@ class ServerRuntime:
             "speed": None if speed is None else speed.to_json(),
             "steps": self._steps.steps_json(),
             "speculation": self._speculation,
+            "states": to_json_value(self.service.snapshot.states),
         }
