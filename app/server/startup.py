@@ -330,16 +330,18 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     if isinstance(checkpoint.model_config, EncoderConfig):
         return ServedEncoder(name, limits, tokenizer, checkpoint.model_config)
     decoder = make_served_decoder(name, limits, tokenizer, chat, checkpoint, prepared.settings)
-    reader = picture_reader(checkpoint, plan, prepared.settings.max_images)
+    reader = picture_reader(prepared)
     return replace(decoder, no_pictures=reader) if isinstance(reader, str) else replace(decoder, pictures=reader)
 
 
-def picture_reader(checkpoint: Checkpoint, plan: ServingPlan, max_images: int) -> ChatPictureReader | str:
+def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
     """Return what reads pictures for this model, or why none can be read. Nothing is loaded before the first one."""
-    config = checkpoint.model_config
+    checkpoint, settings = prepared.checkpoint, prepared.settings
+    assert isinstance(checkpoint, Checkpoint), "a program generates no text"
+    config, plan = checkpoint.model_config, prepared.plan
     if not isinstance(config, ModelConfig) or checkpoint.gguf is not None or not reads_pictures(config.architecture):
         return f"this server reads only text with this model ({config.architecture}; docs/families.md)"
-    if max_images == 0:
+    if settings.max_images == 0:
         return "this server reads none (max_images=0)"
     if plan.placement.device != "cpu":
         return f"they are read with device=cpu only, not with {plan.placement.device}"
@@ -354,7 +356,7 @@ def picture_reader(checkpoint: Checkpoint, plan: ServingPlan, max_images: int) -
 
         return PictureTower(checkpoint.directory, config.architecture, scale)
 
-    return ChatPictureReader(load, max_images)
+    return ChatPictureReader(load, settings.max_images, settings.allow_image_urls)
 
 
 def use_http_threads(number: int) -> None:
@@ -721,4 +723,5 @@ class ServerRuntime:
             "speed": None if speed is None else speed.to_json(),
             "steps": self._steps.steps_json(),
             "speculation": self._speculation,
+            "states": to_json_value(self.service.snapshot.states),
         }

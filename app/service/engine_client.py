@@ -135,7 +135,11 @@ class EngineClient:
         if not pictures:
             return []
         reader = check_pictures(model.pictures, model.no_pictures, pictures)
-        return await self._run(self._pictures, sum(len(one.data) for one in pictures), reader.read, pictures)
+        try:
+            async with asyncio.timeout(self.timeout_seconds), reader.fetcher.fetched(pictures) as given:
+                return await self._pictures.run(sum(len(one.data) for one in given), reader.read, given)
+        except TimeoutError as error:
+            raise _slow_prompt() from error
 
     async def compile(self, model: ServedDecoder, source: GrammarSource | None) -> CompiledGrammar | None:
         """Compile a grammar; None stays None. A cancelled caller ends the compilation.
@@ -155,7 +159,7 @@ class EngineClient:
             async with asyncio.timeout(self.timeout_seconds):
                 return await pool.run(num_bytes, function, *arguments)
         except TimeoutError as error:
-            raise RequestTimeout("Reading the prompt took longer than the request timeout.") from error
+            raise _slow_prompt() from error
 
     # ---- requests that the worker has ------------------------------------------------------------------------------
 
@@ -236,6 +240,10 @@ class EngineClient:
 
     def _fail_open(self, error: RequestError) -> None:
         self._deliver([RequestFailed(request_id, error) for request_id in self._listeners])
+
+
+def _slow_prompt() -> RequestTimeout:
+    return RequestTimeout("Reading the prompt took longer than the request timeout.")
 
 
 class TextPool:
