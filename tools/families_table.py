@@ -49,9 +49,8 @@ any length.
 ## Served
 
 A class with a slash is served with the text model of the type after it. **Pictures in chats** are read with SmolVLM,
-Idefics 3, LLaVA, LLaVA-NeXT (Granite vision too), LLaVA-OneVision, InternVL and Ovis 2, on processors, with the extra
-`transformers`, whose part is loaded for the first one: a data URL or base64 in a user's message, no address, as JPEG, PNG,
-WebP, GIF, BMP or TIFF of one frame and up to 64 megapixels, at most `max_images`.
+Idefics 3, LLaVA, LLaVA-NeXT (Granite vision too), LLaVA-OneVision, InternVL and Ovis 2, with the extra
+`transformers`, whose part is loaded for the first one ([what they may be](contract.md#2-http)).
 
 | `architectures` | models | `architectures` | models | `architectures` | models | `architectures` | models |
 |---|---|---|---|---|---|---|---|

@@ -58,6 +58,13 @@ class StepOptions(PlanPart):
     prompt_cache_bytes: Decided[int] = Decided((), "bytes")
     deterministic: Decided[bool] = Decided()
     engine_process: Decided[bool] = Decided()
+    api_processes: Decided[int] = Decided()
+
+
+API_PROCESS_REASON = (
+    "One process writes more tokens per second than most engines make; each further one takes a core and has a tokenizer of"
+    " its own."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,21 @@ class StepOptionInputs:
     timing: TrialTiming | None = None
 
 
+def decide_api_processes(settings: Settings) -> Decision[int]:
+    """Decide the number of processes that serve HTTP. It is the same for all models."""
+    if settings.api_processes != "auto":
+        return Decision(settings.api_processes, "Asked for.")
+    return Decision(1, API_PROCESS_REASON)
+
+
 def _engine_process(settings: Settings, device: str) -> Decision[bool]:
+    if decide_api_processes(settings).value > 1:
+        if settings.engine_process == "off":
+            raise PlanImpossible(
+                "engine_process must not be off with several API processes (api_processes): they share an engine that"
+                " computes in a process."
+            )
+        return Decision(True, "Several API processes share the engine.")
     if settings.engine_process == "on":
         return Decision(
             True, "Asked for, or one of several models: the kernels' threads serve one engine in a process."
@@ -99,6 +120,7 @@ def decide_step_options(settings: Settings, measurements: Measurements | None, s
             settings, served.precision, served.int8_copy, served.level, served.needs is None or served.needs.generates
         ),
         engine_process=_engine_process(settings, served.device),
+        api_processes=decide_api_processes(settings),
     )
 
 
