@@ -30,7 +30,8 @@ MAX_INDEXED_PER_STEP = 512
 # maximum rows of a step with draft tokens; larger products are compute-bound, and each step size is recorded
 MAX_SPECULATIVE_ROWS = 64
 MAX_DRAFT_TOKENS = 7  # per sequence and step
-MAX_FORCED_TOKENS = 32  # per sequence and step: draft tokens that a grammar forces
+# Per sequence and step: draft tokens that a grammar forces. One more are a chunk of a recurrent layer.
+MAX_FORCED_TOKENS = 31
 _METHODS = ("ngram", "grammar", "draft_model")  # of drafting, as `GET /info` names them
 _FORCED_ACCEPTED = 19.0  # initial observations of forced tokens; only another split of the same text is rejected
 # reserves capacity for draft tokens in a sequence's slot; returns False if there is none
