@@ -212,8 +212,8 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
         return Decision(False, "Asked for.")
     if served.needs is not None and served.needs.engine == "transformers":
         return Decision(False, f"{BY_TRANSFORMERS.capitalize()}, which verifies no drafts here.")
-    if served.device != "cpu" or (served.needs is not None and not served.needs.generates):
-        return Decision(False, "Only for models that generate, on processors.")
+    if served.needs is not None and not served.needs.generates:
+        return Decision(False, "Only for models that generate.")
     if served.has_state:
         return Decision(False, f"{_NO_WAY_BACK}, so draft tokens that are rejected could not be undone.")
     if settings.draft_model is not None:
@@ -426,6 +426,8 @@ def _plan_on(
         kernels = Decision(TORCH_KERNELS, f"{BY_TRANSFORMERS.capitalize()} with torch's own products.")
     all_threads = _decide_threads(facts, settings, kind)
     node, trials = all_threads.numa_node, TrialTimings.from_measurements(measurements)
+    if kind == "cuda" and needs is not None and needs.expert_weights:  # whose products there are of 16 or 32 bits
+        recipes = [key for key in recipes if (key[0], key[2]) != ("cuda", "int4")]
     built = available_precisions(recipes, kind, facts.architecture, settings)
     candidates = PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device)
     weights = decide_weights_and_kv(candidates, kernels, measurements, all_threads.threads)
