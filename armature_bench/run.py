@@ -183,7 +183,8 @@ def _http_job(settings: Settings, arguments: Namespace) -> ServerBenchJob:
     url = getattr(arguments, "url", None)
     flags = setting_flags(arguments)
     subject, tokens = url or settings.checkpoint_directory.name, getattr(arguments, "tokens", 0)
-    job = ServerBenchJob(arguments.bench, subject, flags, url, arguments.rounds, tokens)
+    image = getattr(arguments, "image", (0, 0))
+    job = ServerBenchJob(arguments.bench, subject, flags, url, arguments.rounds, tokens, image=image)
     if job.bench == "overhead" and url is None:
         job = replace(job, tokenizer=settings.checkpoint_directory)
     return _with_memory(job, settings) if job.bench == "memory" else job
@@ -248,7 +249,9 @@ def _generation(arguments: Namespace) -> GenerateBench:
     prompts, answers = (
         UniformLengths(*(given or DEFAULT_TOKENS)) for given in (arguments.prompt_tokens, arguments.max_tokens)
     )
-    wanted = GenerateWorkload(prompts, answers, arguments.ignore_eos is not False, arguments.seed)
+    if arguments.image is not None and arguments.api != "openai":
+        raise MeasurementFailed("--image needs --api openai: only chats have pictures")
+    wanted = GenerateWorkload(prompts, answers, arguments.ignore_eos is not False, arguments.seed, arguments.image)
     return GenerateBench(wanted, _objective(arguments))
 
 
@@ -281,7 +284,7 @@ def _lengths(arguments: Namespace) -> UniformLengths | LogNormalLengths | None:
     return LogNormalLengths(low, high) if shape == "lognormal" else UniformLengths(low, high)
 
 
-_GENERATE_FLAGS = ("prompt_tokens", "max_tokens", "ignore_eos", "slo", "slo_ttft_ms", "slo_itl_ms")
+_GENERATE_FLAGS = ("prompt_tokens", "max_tokens", "image", "ignore_eos", "slo", "slo_ttft_ms", "slo_itl_ms")
 
 
 @dataclass(frozen=True, slots=True)

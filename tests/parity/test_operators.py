@@ -33,7 +33,7 @@ from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 
 MAX_LEN = 160
-DECODERS = ("Lfm2ForCausalLM", "LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM")
+DECODERS = ("LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM")
 ENCODERS = (
     "BertModel",
     "MPNetModel",

@@ -185,10 +185,10 @@ def state_checkpoints(kv_cache: KvCache) -> StateCheckpoints | None:
     if not kv_cache.states:
         return None
     shape = kv_cache.shape
-    state_bytes, token_bytes = 4 * sum(shape.state_sizes), max(1, kv_cache.bytes_per_token)
+    state_bytes, token_bytes = kv_cache.state_bytes, max(1, kv_cache.bytes_per_token)
     worth = max(1, state_bytes // (4 * token_bytes))
     interval = min(_MAX_CHECKPOINT_TOKENS, max(_MIN_CHECKPOINT_TOKENS, 2 ** (worth - 1).bit_length()))
-    return StateCheckpoints(shape.num_slots, shape.num_checkpoints, interval)
+    return StateCheckpoints(shape.num_slots, shape.num_checkpoints, interval, state_bytes)
 
 
 def engine_limits(plan: ServingPlan) -> EngineLimits:

@@ -55,7 +55,6 @@ from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec, StepContext
-from armature_kernels.attention.convolution import paged_convolve_torch
 from armature_kernels.attention.paged import PagedStep
 from armature_kernels.elementwise.rope import apply_rope_and_write_kv
 from armature_kernels.linear.device_lora import DeviceLoraRows
@@ -97,8 +96,6 @@ class PagedAttention:
         """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
         kv = self.kv_cache.layers[layer].heads_of(heads)
         query = apply_rope_and_write_kv(heads, kv, self.kv_rows)
-        if spec.filters is not None:
-            return paged_convolve_torch(query, kv, self.step, spec.filters).flatten(1)
         return self.backend.attention(query, kv, self.step, spec).flatten(1)
 
 

@@ -184,8 +184,10 @@ class DecoderEngine:
 
     def save_prefixes(self, is_wanted: Callable[[], bool]) -> None:
         """Keep the prefixes of finished sequences, if there is a store for them, until `is_wanted` returns True."""
-        if self.scheduler.prefix_store is not None:
-            self.scheduler.prefix_store.save(self.scheduler.pool.slots, is_wanted)
+        store, pool = self.scheduler.prefix_store, self.scheduler.pool
+        if store is not None:
+            store.move((), (), pool.take_state_copies())
+            store.save(pool.slots, is_wanted)
 
     def use_idle_time(self, is_wanted: Callable[[], bool]) -> bool:
         """Let the runner prepare for later steps while there is no request; True if all is done."""

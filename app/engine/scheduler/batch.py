@@ -241,7 +241,8 @@ class ScheduledSpan:
 
     KV is located as in `Sequence`. A prefill chunk that does not reach the end of the prompt samples nothing.
     `draft_ids` take the last positions of the span, and each of their logits rows is sampled too. If the step was
-    launched ahead, `start` was `len(token_ids)` at that time: its token is not known on the host yet.
+    launched ahead, `start` was `len(token_ids)` at that time: its token is not known on the host yet. `saves`: the recurrent
+    state after each of these positions is also copied to a row.
     """
 
     sequence: Sequence
@@ -252,6 +253,7 @@ class ScheduledSpan:
     prefix_tokens: int
     samples: bool
     draft_ids: tuple[int, ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:

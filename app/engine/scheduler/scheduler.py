@@ -155,6 +155,7 @@ class RequestQueues:
             context_tokens=context,
             prompts=tuple(prompts),
             queue=tuple([len(sequence.token_ids) for sequence in self.waiting]),
+            states=None if pool.checkpoints is None else pool.checkpoints.usage(pool.slots),
         )
 
 
@@ -294,8 +295,7 @@ class Scheduler:
             )
             if self.prefix_store is not None:
                 shares, cached = self._read_prefixes(self.prefix_store, list(shares), bool(spans))
-            until_checkpoint = self._allocator.until_checkpoint
-            prefills = [next_span(sequence, until_checkpoint(sequence, tokens)) for sequence, tokens in shares]
+            prefills = [next_span(sequence, tokens) for sequence, tokens in shares]
             spans += prefills
         if not spans:
             assert not self.queues.waiting, "an idle engine admits the oldest request"
@@ -303,6 +303,8 @@ class Scheduler:
         spans.sort(key=lambda span: not span.is_decode)
         if self.speculation is not None and all(span.is_decode for span in spans):
             spans = self.speculation.add_draft_tokens(spans, self._token_budget.tokens, self._allocator.grow)
+        if self.pool.checkpoints is not None:
+            self._allocator.save_states(spans)
         cached += sum(self._record_first_step(span.sequence) for span in prefills)
         copies = self._allocator.take_copies()
         released, scored = self.pool.take_released(), scored_spans(prefills) if prefills else ()
@@ -456,7 +458,7 @@ class Scheduler:
         Returns the tokens that each of them still computes, and the number of cached tokens of prompts whose first step
         was an earlier one.
         """
-        store.move(self._allocator.take_copies(), self.pool.take_released())
+        store.move(self._allocator.take_copies(), self.pool.take_released(), self.pool.take_state_copies())
         max_seconds = READ_SECONDS_BESIDE_DECODES if beside_decodes else READ_SECONDS_ALONE
         left: list[tuple[Sequence, int]] = []
         cached = 0
@@ -465,6 +467,8 @@ class Scheduler:
             end, has_more = store.read(sequence, max_seconds)
             if end > before:
                 self._allocator.set_computed(sequence, end)
+                if self.pool.checkpoints is not None:
+                    self.pool.checkpoints.hits += 1
                 if sequence.scheduled_at is not None and sequence.num_admitted == 1:
                     sequence.cached_tokens += end - before
                     cached += end - before

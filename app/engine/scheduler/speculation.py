@@ -31,7 +31,8 @@ MAX_INDEXED_PER_STEP = 512
 MAX_SPECULATIVE_ROWS = 64
 _QUIET_STEPS = 3  # that a device launches ahead of the tokens before a sequence is looked up again
 MAX_DRAFT_TOKENS = 7  # per sequence and step
-MAX_FORCED_TOKENS = 32  # per sequence and step: draft tokens that a grammar forces
+# Per sequence and step: draft tokens that a grammar forces. One more are a chunk of a recurrent layer.
+MAX_FORCED_TOKENS = 31
 _METHODS = ("ngram", "grammar", "draft_model")  # of drafting, as `GET /info` names them
 _FORCED_ACCEPTED = 19.0  # initial observations of forced tokens; only another split of the same text is rejected
 # reserves capacity for draft tokens in a sequence's slot; returns False if there is none

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from app.engine.transformers.pictures import read_picture
-from app.errors import UnsupportedParameter
+from app.errors import InvalidRequest, UnsupportedParameter
 from app.weights.files import read_optional
 
 _LOG = logging.getLogger(__name__)
@@ -51,10 +51,9 @@ class PictureTower:
             self._processor: Any = _processor_class(directory).from_pretrained(directory, local_files_only=True)
             model, self._hidden_size = _load(directory, getattr(transformers, name))
         except _LIBRARY_ERRORS as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             raise UnsupportedParameter(
                 f"Pictures cannot be read: transformers {transformers.__version__} cannot load this checkpoint's part"
-                f" for them: {first}",
+                f" for them: {_first_line(error)}",
                 field="messages",
             ) from error
         self._model: Any = model.model
@@ -67,12 +66,18 @@ class PictureTower:
         """Return the vectors of a picture. Raises `InvalidRequest` if it cannot be read."""
         picture = read_picture(data, field)
         count = 1 if is_alone or not self._cuts_by_number else 2
-        inputs = self._processor(
-            text=[self._processor.image_token * count],
-            images=[[picture] * count],
-            return_tensors="pt",
-            add_special_tokens=False,
-        )
+        try:
+            inputs = self._processor(
+                text=[self._processor.image_token * count],
+                images=[[picture] * count],
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+        except _LIBRARY_ERRORS as error:
+            size = f"{picture.width} x {picture.height}"
+            raise InvalidRequest(
+                f"{field}, of {size} pixels, is none for this model: {_first_line(error)}", field
+            ) from error
         with torch.inference_mode():
             vectors = self._inputs_of_text(inputs)
         ids = inputs["input_ids"][0].tolist()
@@ -153,6 +158,10 @@ def _load(directory: Path, kind: Any) -> tuple[Any, int]:
     if missing:
         raise ValueError(f"the weights {', '.join(sorted(missing)[:5])} are missing")
     return model.eval(), int(text.hidden_size)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _runs(inputs: Tensor) -> Iterator[tuple[int, int, bytes]]:

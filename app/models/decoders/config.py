@@ -30,6 +30,7 @@ from app.models.decoders.layer_config import (
     RowFactors,
 )
 from app.models.decoders.rope import RopeConfig, parse_rope
+from armature_kernels.attention.recurrent_sizes import tail_elements
 
 # Names that publishers gave to classes of transformers.
 OTHER_NAMES: Mapping[str, str] = {"MPTForCausalLM": "MptForCausalLM", "PhiMoEForCausalLM": "PhimoeForCausalLM"}
@@ -139,9 +140,7 @@ class ModelConfig:
 
     @property
     def cache_heads(self) -> int:
-        """The heads of keys, and of values, in a row of the cache; a short convolution may need more than attention."""
-        if self.convolution is not None:
-            return max(self.num_kv_heads, self.hidden_size // (2 * self.head_dim))
+        """The heads of keys, and of values, in a row of the cache."""
         return self.num_kv_heads if self.full_heads is None else max(self.num_kv_heads, self.full_heads.num_kv_heads)
 
     @property
@@ -166,7 +165,8 @@ class ModelConfig:
         return max(1, sum(map(self.writes_cache, range(self.num_layers))))
 
     def writes_cache(self, layer: int) -> bool:
-        attends = self.has_mixer(layer) and (not self.has_state(layer) or self.attends_beside)
+        convolves = self.has_convolution(layer)
+        attends = self.has_mixer(layer) and not convolves and (not self.has_state(layer) or self.attends_beside)
         return attends and layer < self.num_layers - self.shared_kv_layers
 
     def cache_layer(self, layer: int) -> int:
@@ -192,6 +192,8 @@ class ModelConfig:
     @property
     def state_sizes(self) -> tuple[int, ...]:
         """The FP32 elements of a sequence's state in each layer that has one."""
+        if self.convolution is not None:
+            return (tail_elements(self.convolution.width, self.hidden_size),) * sum(self.convolution.layers)
         if self.recurrent is None:
             return ()
         return (self.recurrent.sizes.state_elements,) * sum(self.recurrent.layers)

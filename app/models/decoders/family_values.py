@@ -12,6 +12,7 @@ from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
 from app.models.decoders.layer_config import AltUpConfig, ConvolutionConfig, HeadNormConfig, LatentConfig, NormConfig
 from app.models.decoders.rope import RopeConfig
+from armature_kernels.attention.recurrent_sizes import MAX_WIDTH
 from armature_kernels.elementwise.latent_sizes import LatentHeads
 
 _MAX_STREAMS = 8  # csrc/ops.h
@@ -199,7 +200,7 @@ def lfm2(config: ConfigReader, fields: Fields) -> Fields:
 def convolutions(config: ConfigReader, fields: Fields) -> Fields:
     """Read which layers of LFM2 have a short convolution, and whether embeddings are tied."""
     refuse(config, "conv_bias", False, "a bias of short convolutions")
-    layers, hidden, block = fields["num_layers"], fields["hidden_size"], 2 * fields["head_dim"]
+    layers, width = fields["num_layers"], config.integer("conv_L_cache", 3)
     attends = config.values.get("full_attn_idxs")
     if config.has("layer_types"):
         convolves = tuple(name == "conv" for name in known_texts(config, "layer_types", layers, "conv full_attention"))
@@ -207,13 +208,12 @@ def convolutions(config: ConfigReader, fields: Fields) -> Fields:
         convolves = tuple(isinstance(attends, list) and layer not in attends for layer in range(layers))
     if all(convolves):
         raise CheckpointInvalid(f"{config.where}: layer_types must have a layer with full_attention.")
-    if hidden % block:
+    if not 2 <= width <= MAX_WIDTH:
         raise CheckpointInvalid(
-            f"{config.where}: short convolutions of {hidden} channels do not fit heads of {block // 2}."
+            f"{config.where}: convolutions over {width} positions are not offered; they may have 2 to {MAX_WIDTH}."
         )
-    convolution = ConvolutionConfig(config.integer("conv_L_cache", 3), convolves) if any(convolves) else None
     return {
-        "convolution": convolution,
+        "convolution": ConvolutionConfig(width, convolves) if any(convolves) else None,
         "tie_embeddings": config.boolean("tie_embedding", fields["tie_embeddings"]),
     }
 

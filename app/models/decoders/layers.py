@@ -29,7 +29,6 @@ from app.models.decoders.shapes import (
 )
 from armature_kernels.attention.attention import QkvHeads, RopeAngles
 from armature_kernels.attention.context import Attend, AttendWithStates, AttentionSpec
-from armature_kernels.attention.convolution import convolved_rows
 from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs
 from armature_kernels.elementwise.activations import convert_rows, xielu
 from armature_kernels.elementwise.latent import latent_heads
@@ -329,24 +328,20 @@ class LatentAttention(nn.Module):
 class ShortConvolution(nn.Module):
     """A convolution over the last positions of each channel, with two gates: out((conv(a * c)) * b), (a, b, c) = in x.
 
-    Its inputs are in the cache, so `attend` computes it.
+    Its last inputs are a state, which is elsewhere, so `attend` computes it.
     """
 
     def __init__(self, config: ModelConfig, convolution: ConvolutionConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.heads = layer, config.head_dim, config.cache_heads
+        self.layer = sum(convolution.layers[:layer])
         self.first, self.out = (linear_of(product, layer) for product in attention_products(config, layer))
         self.filters = Filters(f"model.layers.{layer}.conv.conv", convolution.width, config.hidden_size)
 
     def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
         """Map x [tokens, hidden] to [tokens, hidden]; there are no positions."""
-        product = convolved_rows(self.first(x))
-        blocks = product.shape[1] // (2 * self.head_dim)
-        return attend(
-            self.layer,
-            QkvHeads(product, blocks, blocks // 2, self.head_dim),
-            AttentionSpec(1.0, filters=self.filters.weight),
-        )
+        assert isinstance(attend, AttendWithStates), "only such a runner has states"
+        product = self.first(x)
+        return unquantized(convert_rows(attend.convolve(self.layer, product, self.filters.weight), product.dtype))
 
 
 class RecurrentMixer(nn.Module):
