@@ -77,6 +77,9 @@ ASKED: tuple[Asked, ...] = (
     Asked("bert-large BF16, 256 texts of 128, of the product rate", "share", "bert-large bf16", "×256 of 128", "of bf16",
           least=0.4),
     Asked("bert-large BF16, 256 texts of 128", "texts/s", "bert-large bf16", "×256 of 128", "samples/s"),
+    Asked("llama-1b over HTTP, 1 client, first token", "ms", "http", "×1 TTFT"),
+    Asked("llama-1b over HTTP, 64 clients", "tok/s", "http", "×64 tokens"),
+    Asked("llama-1b over HTTP, 256 clients", "tok/s", "http", "×256 tokens"),
 )  # fmt: skip
 
 
@@ -87,6 +90,9 @@ def rows_of(benches: Mapping[str, Mapping[str, Any]], why: Mapping[str, str]) ->
     exact, rounded = values["llama-8b BF16 decode ×1"], values["llama-8b int4 decode ×1"]
     ratio = rounded / exact if exact and rounded else None
     rows.append(Row("llama-8b int4 over BF16, decode ×1", "times", ratio, least=2.0))
+    served, engine = values["llama-1b over HTTP, 64 clients"], values["llama-1b BF16 decode ×64"]
+    share = served / engine if served and engine else None
+    rows.append(Row("llama-1b over HTTP, 64 clients, of the engine", "share", share, least=0.9))
     return [*rows, *step_rows(benches.get("steps", {}), why.get("steps", ""))]
 
 
