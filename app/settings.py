@@ -5,6 +5,7 @@ Most default to `auto`; the plan decides what `auto` becomes and prints the valu
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -161,6 +162,19 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise ValueError(f"{origin!r} is neither * nor an origin such as https://app.example.com, without a path")
     return origins
+
+
+_MAX_HOST_CHARACTERS = 300  # a name has 253
+_IMAGE_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_](?:[a-z0-9._-]*[a-z0-9_])?))(?::([0-9]{1,5}))?")
+
+
+def parse_image_host(text: str) -> tuple[str, int | None]:
+    """Return name and port of `allow_image_urls`, `HOST` or `HOST:PORT`, in one spelling. Raises `ValueError`."""
+    found = _IMAGE_HOST.fullmatch(text.lower().removesuffix("."))
+    if found is None or len(text) > _MAX_HOST_CHARACTERS or int(found[3] or 1) not in range(1, 2**16):
+        raise ValueError(f"{text[:100]!r} is no name of a host such as images.example.com or 10.0.0.5:8080")
+    name = found[2] or str(ipaddress.IPv6Address(found[1]))
+    return name, int(found[3]) if found[3] else None
 
 
 def _check_endpoint(url: str) -> str:
@@ -351,6 +365,11 @@ class Settings(BaseSettings):
         " socket; an empty text: all addresses.",
     )
     port: int = setting("network", 8000, "TCP port to listen on; 0 picks a free one.", ge=0, le=65535)
+    api_processes: Annotated[int, Field(ge=1, le=64)] | Auto = setting(
+        "network",
+        "auto",
+        "Processes that serve HTTP on the same addresses, where one event loop is too slow for the engine; auto: one.",
+    )
     keep_alive_seconds: PositiveFloat = setting(
         "network",
         620.0,
@@ -423,6 +442,12 @@ class Settings(BaseSettings):
     )
     max_images: Annotated[int, Field(ge=0)] = setting(
         "limits", 16, "Most pictures that a chat may have, with a model that reads them; 0: none."
+    )
+    allow_image_urls: Annotated[TextList, _checked_by(lambda hosts: list(map(parse_image_host, hosts)))] = setting(
+        "limits",
+        (),
+        "Hosts from whose addresses pictures are fetched, such as images.example.com or 10.0.0.5:8080; none: pictures come"
+        " in requests alone. A name may not lead to a private address.",
     )
     rate_limit: Annotated[str, _checked_by(parse_rate_limit)] = setting(
         "limits",

@@ -63,6 +63,7 @@ BENCHES: Mapping[str, BenchCommand] = {
             "--seconds": None,
             "--prompt-tokens": None,
             "--max-tokens": None,
+            "--image": None,
             "--ignore-eos": None,
             "--texts": None,
             "--lengths": None,
@@ -107,6 +108,10 @@ BENCHES: Mapping[str, BenchCommand] = {
     "prefix": BenchCommand(
         "time to first token of a second request that shares a long prefix",
         {"--rounds": 5, "--tokens": 1000, "--url": None},
+    ),
+    "pictures": BenchCommand(
+        "time to first token of two questions about one picture, and gaps of running streams while pictures arrive",
+        {"--rounds": 5, "--image": (448, 448), "--url": None},
     ),
     "memory": BenchCommand(
         "resident memory, compared with the size of the weights and the KV cache in use", {"--rounds": 5}
@@ -223,6 +228,11 @@ def _request_flags() -> dict[str, dict[str, Any]]:
     return {
         "--prompt-tokens": length | {"help": "generate: length of the prompts, or from:to (default 128)"},
         "--max-tokens": length | {"help": "generate: length of the answers, or from:to (default 128)"},
+        "--image": {
+            "type": _size,
+            "metavar": "WxH",
+            "help": "a picture of this size in each request, a new one each time (with --api openai)",
+        },
         "--ignore-eos": {
             "action": argparse.BooleanOptionalAction,
             "help": "generate: continue after an end-of-text token (default yes)",
@@ -368,6 +378,11 @@ def _torch_dtypes(text: str) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in TORCH_DTYPES]:
         raise argparse.ArgumentTypeError(f"there is {', '.join(TORCH_DTYPES)}, not {unknown[0]}")
     return names
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    return _count(width), _count(height)
 
 
 def _rates(text: str) -> tuple[float, ...]:

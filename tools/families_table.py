@@ -20,39 +20,32 @@ This page is for people who ask whether a text model can be served. `make docs` 
 `app/models/decoders/families.py`. [Encoders](encoders.md) and [exported programs](programs.md) have their own pages.
 
 Each family has the logits of transformers in FP32 on tiny checkpoints (`tests/parity/test_families_logits.py`) and is
-served in every precision of the processor. Values of config.json that are not supported are refused by name.
+served in every precision of the processor. Values of config.json that are not supported are refused by name. Phi-3.5-MoE
+differs if its context may exceed 4,096 tokens: it always uses the long factors of its rotary embeddings.
 
 ## Memory for the context
 
-A plan counts what a token takes in the cache of keys and values. Two kinds of layers take more than others:
-
-- **Multi-head latent attention** (DeepSeek-V2 and V3, GLM 4.7 Flash, MiniCPM3, Youtu): the keys and values of all heads
-  are cached, values padded to the size of keys: 324 KiB a token of DeepSeek-V2-Lite in BF16; its short rows take 30 KiB.
-- **Short convolutions** (LFM2, also with experts): their inputs are cached like keys and values, a row for each token, so
-  that prefixes, preemption and speculation are exact: 64 KiB a token of LFM2-1.2B in BF16.
+A plan counts what a token takes in the cache of keys and values. **Multi-head latent attention** (DeepSeek-V2 and V3, GLM
+4.7 Flash, MiniCPM3, Youtu) takes more than a reader may expect: the keys and values of all heads are cached, values padded
+to the size of keys: 324 KiB a token of DeepSeek-V2-Lite in BF16; its short rows take 30 KiB.
 
 **Gemma 3n** takes less: its last layers read the keys and values of an earlier layer (40 KiB a token in BF16). Each layer
 also reads a row for each token from a table that stays mapped (3.75 of the 8.3 GiB of E2B). A plan counts all of it.
 
-**A recurrent state** (Qwen 3.5, Granite 4, Nemotron-H, Falcon-H1, Mamba-2 and others) has one size for any length, in FP32:
-19 MiB for a sequence of Qwen3.5-0.8B. A prefix goes on from a copy of it: at the end of a prompt or an answer, or every 128
-to 512 tokens. Speculation and the prompt cache are off, as it cannot go back. They are computed on processors only.
+**A recurrent state** (Qwen 3.5, Granite 4, Nemotron-H, Falcon-H1, Mamba-2, LFM2's short convolutions and others) has one
+size for any length, in FP32: 19 MiB for a sequence of Qwen3.5-0.8B, 160 KiB of LFM2-1.2B. A prefix goes on from a copy of
+it, in memory or in the prompt cache: at the end of a prompt or an answer, or every 128 to 512 tokens. Such a model verifies
+drafts, but drafts for no other. Processors only.
 
 **Gemma 4** has such a table in E2B and E4B. Its layers of full attention have larger heads than those with a window, and a
 row of the cache has room for the larger of both: 512 elements of keys in E2B, of which layers with a window use 256.
-
-## Where transformers differs
-
-**Phi-3.5-MoE** whose context may exceed 4,096 tokens always uses the long factors of its rotary embeddings and their
-scale, as other models with longrope do here, and transformers the short factors at any length.
 
 ## Served
 
 A class with a slash is served with the text model of the type after it. **Pictures in chats** are read by the classes
 `…ForConditionalGeneration` that are not *text only*, on processors, with the extra `transformers`, whose part is loaded for
-the first one: a data URL or base64 in a user's message, no address, as JPEG, PNG, WebP, GIF, BMP or TIFF of one frame and
-up to 64 megapixels, at most `max_images`. Granite vision is a LLaVA-NeXT. Where the tokens of a picture see each other
-(Gemma 3, Gemma 4 without E2B and E4B), one step computes all of it.
+the first one ([what they may be](contract.md#2-http)). Granite vision is a LLaVA-NeXT. Where the tokens of a picture see
+each other (Gemma 3, Gemma 4 without E2B and E4B), one step computes all of it.
 
 | `architectures` | models | `architectures` | models | `architectures` | models | `architectures` | models |
 |---|---|---|---|---|---|---|---|

@@ -8,16 +8,17 @@ import ipaddress
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 from starlette.types import Scope
 
 from app.api.connection_limits import client_network
 from app.errors import InvalidRequest, StartupError, Unauthorized
-from app.service.rate_limit import Account, RateLimiter
+from app.service.rate_limit import ClientAccount, RateLimiter
 
 # A path that answers without a key too, and then tells less.
 PARTLY_PUBLIC_PATH = "/info"
@@ -132,6 +133,13 @@ class ApiKeys:
         return found
 
 
+class ClientLimiter(Protocol):
+    """The accounts of clients: of this process, or of the main process."""
+
+    async def admit(self, client: Hashable) -> ClientAccount:
+        """Take one request of the client and return its account. Raises `RateLimited`."""
+
+
 class AccessControl:
     """Check of each request's head.
 
@@ -140,7 +148,11 @@ class AccessControl:
     """
 
     def __init__(
-        self, rules: AccessRules, api_keys: ApiKeys | Collection[str], public: Collection[tuple[str, str]]
+        self,
+        rules: AccessRules,
+        api_keys: ApiKeys | Collection[str],
+        public: Collection[tuple[str, str]],
+        limiter: ClientLimiter | None = None,
     ) -> None:
         self._public, self._only_loopback = public, rules.only_loopback
         self._hosts = tuple(_pattern(name) for name in rules.allowed_hosts)
@@ -148,9 +160,11 @@ class AccessControl:
         self._needs_key = len(self._keys) > 0
         self._is_allowed = lru_cache(_KNOWN_HOSTS)(self._allows)
         limits = rules.requests_per_minute, rules.tokens_per_minute
-        self._limiter = None if limits == (None, None) else RateLimiter(*limits)
+        self.limiter: ClientLimiter | None = None
+        if limits != (None, None):
+            self.limiter = limiter or RateLimiter(*limits)
 
-    def check(self, scope: Scope) -> Account | None:
+    async def check(self, scope: Scope) -> ClientAccount | None:
         """Return the client's account, or None if there are no limits.
 
         Note in the scope's state if it has a key, and the models that the key may use.
@@ -180,8 +194,8 @@ class AccessControl:
         # Wrong keys count too, so that they cannot be tried without end.
         account = (
             None
-            if self._limiter is None
-            else self._limiter.admit(client_network(scope.get("client")) if key is None else key)
+            if self.limiter is None
+            else await self.limiter.admit(client_network(scope.get("client")) if key is None else key)
         )
         sends_key = header(scope, b"authorization") or header(scope, b"x-api-key")
         if not has_key and (scope["path"] != PARTLY_PUBLIC_PATH or sends_key):

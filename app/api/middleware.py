@@ -147,7 +147,7 @@ class RequestGate:
         self, scope: Scope, receive: Receive, sender: ResponseSender, client_request: ClientRequest
     ) -> None:
         try:
-            client_request.account = self._access.check(scope)
+            client_request.account = await self._access.check(scope)
             await self._forward(scope, receive, sender)
         except ClientDisconnected:
             if not sender.has_ended:  # the end of a stream may be cancelled too: uvicorn then reports a disconnect

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import random
 import re
-import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,11 +27,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from app.api.access import NO_RULES, AccessRules, ApiKeys
+from app.api.access import NO_RULES, AccessRules, ApiKeys, ClientLimiter
 from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.forms import is_form, read_form
-from app.api.schemas import LOOP_BYTES, Body, parse_body
+from app.api.schemas import LOOP_BYTES, Body, NewNames, parse_body
 from app.api.streaming import NDJSON, EarlyStream, EventEncoding, Generation, merge_streams, respond, server_timing
 from app.errors import InvalidRequest, ModelNotFound, PermissionDenied, RequestError, UnsupportedParameter
 from app.metrics.instruments import Api, Metrics, refusal_of
@@ -45,14 +44,13 @@ from app.tracing.request_trace import Tracer
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_MAX_LOGGED = 256  # names of one kind that get a line in the log
-_MAX_LOGGED_CHARACTERS = 100
 # In the state of a request: its body, which is released once it is parsed.
 ARRIVED_BODY = "arrived_body"
 ENTERED_MODEL = "entered_model"  # the one of several models that it holds
 _MAX_NAMES = 4  # served names in one message
 _MAX_MODELS = 32  # the same of several models
 _SPACE_BYTES = 64  # looked at first: stripping a whole body takes milliseconds
+ANSWERING_ERRORS = (RequestError, HTTPException)  # which are raised instead of an answer
 OTHER = "other"  # method and route of a request that no route answers
 
 
@@ -162,6 +160,19 @@ class Models(Protocol):
         """Return the exposition of all models, each sample with the label `model`."""
 
 
+class MainProcess(Protocol):
+    """The server's main process, as an API process beside it sees it. It can answer every request."""
+
+    async def is_needed_for(self, call: ApiCall) -> bool:
+        """Return True if this process cannot answer the request."""
+
+    async def answer(self, call: ApiCall, send: Send) -> None:
+        """Let the main process answer the request. Raises what it raises."""
+
+
+async def _nothing() -> None: ...
+
+
 class PermittedModels:
     """The models that a key may use, for its requests; everything else is as with all models."""
 
@@ -191,36 +202,14 @@ def default_model(models: Models, task: Task | None) -> ServedEntry:
     return next((entry for entry in able if entry.state != "failed"), able[0])
 
 
-class NewNames:
-    """Names from requests that were seen before: of each kind the first ones only, since clients may invent names.
-
-    Any thread may use it.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[str, set[str]] = {}
-        self._lock = threading.Lock()
-
-    def find(self, kind: str, names: Collection[str]) -> list[str]:
-        """Return the new names, cut to a bounded length; none once there are too many of the kind."""
-        with self._lock:
-            seen = self._seen.setdefault(kind, set())
-            new = []
-            for name in names:
-                short = name[:_MAX_LOGGED_CHARACTERS]
-                if len(seen) < _MAX_LOGGED and short not in seen:
-                    seen.add(short)
-                    new.append(short)
-            return new
-
-
 @dataclass(frozen=True, slots=True)
 class ApiRuntime:
     """Everything that the endpoints use.
 
     `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request. With
     `page`, the web page is served. `tracer` None: no request is traced. `capacity` returns tokens per second by phase
-    and rows, empty while unknown.
+    and rows, empty while unknown. `main` None: this is the main process, and `collect_metrics` waits for a short time for
+    what others have counted.
     """
 
     service: Service
@@ -236,6 +225,9 @@ class ApiRuntime:
     capacity: Callable[[], Mapping[str, Mapping[int, float]]] = dict
     new_names: NewNames = field(default_factory=NewNames)
     models: Models | None = None  # None: one model, which stays loaded
+    main: MainProcess | None = None
+    collect_metrics: Callable[[], Awaitable[None]] = _nothing
+    limiter: ClientLimiter | None = None  # None: one of this process, by the access rules
 
     def report_ignored(self, api: Api, names: Collection[str]) -> None:
         """Count the ignored fields of a body, and log each name the first time. Any thread may call it."""
@@ -441,6 +433,13 @@ class ApiCall:
         if (entry := self.request.scope["state"].pop(ENTERED_MODEL, None)) is not None:
             models.leave(entry)
 
+    async def named_model(self) -> str | None:
+        """Return the name that the request gives its model, in the path, the query or the body; None without one."""
+        name = self.request.path_params.get("name") or self.request.query_params.get("model")
+        if name is None and self.request.method == "POST":
+            name = (await self._named_in_body()).model_name()
+        return name
+
     async def _named_in_body(self) -> _NamedBody:
         content, kind = await self.read(), self.request.headers.get("content-type", "")
         try:
@@ -565,6 +564,11 @@ class Route:
     def path_format(self) -> str:
         """The path without its parameters' types, `/v1/models/{name}`."""
         return compile_path(self.path)[1]
+
+    @property
+    def computes(self) -> bool:
+        """True if a model computes its answer."""
+        return self.operation is not None
 
     @property
     def always_streams(self) -> bool:
@@ -753,6 +757,10 @@ class RouteTable:
         if (route := self._exact.get((method, path))) is None:
             route = self._match(scope)
         call = ApiCall(route, Request(scope, receive))
+        main = call.runtime.main
+        if main is not None and await main.is_needed_for(call):
+            await main.answer(call, send)
+            return
         if (models := call.runtime.models) is None:
             response = await route.respond(call)
             await response(scope, receive, send)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -37,6 +38,8 @@ MAX_CACHE_SALT = 1_024  # characters; every slot of the KV cache may keep one
 _MAX_ID_DIGITS = 10
 _MAX_NAMED_KEYS = 10  # wrong keys that an error names
 _MAX_IGNORED_NAMES = 1_000  # of one body that are counted
+_MAX_LOGGED = 256  # names of one kind that get a line in the log
+_MAX_LOGGED_CHARACTERS = 100
 _PLACE = re.compile(r"\[[0-9]+\]")
 
 # Bodies up to this size are parsed on the event loop: in 0.2 ms, in 5 ms with as many values as fit.
@@ -288,6 +291,29 @@ def _token_biases(biases: Mapping[str, float]) -> Iterator[tuple[int, float]]:
         raise InvalidRequest(f"logit_bias must have token ids as its keys, not {names}{more}.", field="logit_bias")
     for name, bias in biases.items():
         yield int(name), bias
+
+
+class NewNames:
+    """Names from requests that were seen before: of each kind the first ones only, since clients may invent names.
+
+    Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, set[str]] = {}
+        self._lock = threading.Lock()
+
+    def find(self, kind: str, names: Collection[str]) -> list[str]:
+        """Return the new names, cut to a bounded length; none once there are too many of the kind."""
+        with self._lock:
+            seen = self._seen.setdefault(kind, set())
+            new = []
+            for name in names:
+                short = name[:_MAX_LOGGED_CHARACTERS]
+                if len(seen) < _MAX_LOGGED and short not in seen:
+                    seen.add(short)
+                    new.append(short)
+            return new
 
 
 def check_num_values(body: bytes | bytearray) -> None:

@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = Literal["loading", "ready", "failed", "stopped"]
 
-# Interval at which Python switches threads: the longest wait for a busy worker thread, of the event loop and of the thread
-# that reads commands.
+# Interval at which Python switches threads: the longest wait of the event loop for a busy worker thread.
 SWITCH_SECONDS = 0.001
 # Number of consecutive failed steps after which the device is checked. A device that no longer computes is the
 # only reason to end the thread: a client could send requests that fail by themselves indefinitely.
@@ -104,6 +103,16 @@ class StepObserver(Protocol):
     def close(self) -> None: ...
 
 
+class Mailbox(Protocol):
+    """A queue of commands, as `queue.SimpleQueue` is one. Any thread puts, the worker's thread gets."""
+
+    def put(self, command: Command) -> None: ...
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Command: ...
+
+    def empty(self) -> bool: ...
+
+
 class NullStepObserver:
     def begin(self) -> None: ...
 
@@ -123,6 +132,7 @@ class Worker:
         self,
         build: Callable[[Callable[[str | LoadProgress], None]], Engine],
         observer: StepObserver | None = None,
+        mailbox: Mailbox | None = None,
     ) -> None:
         self.state: State = "loading"
         self.stage = "starting"
@@ -132,7 +142,7 @@ class Worker:
         self._build = build
         self._callbacks = Callbacks(_ignore, _ignore)  # until `start`
         self._observer = observer or NullStepObserver()
-        self._mailbox: SimpleQueue[Command] = SimpleQueue()
+        self._mailbox: Mailbox = SimpleQueue[Command]() if mailbox is None else mailbox
         self._held: Command | None = None  # a command that ended the wait for idle time
         self._has_idle_work = True
         self._failed_steps = 0

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from app.metrics.instruments import Metrics
-from app.metrics.steps import EngineSnapshot, SpeedState
+from app.metrics.steps import EngineSnapshot, SpeedState, StateUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,24 @@ def engine_gauges(
     yield gauge_family("armature_requests_running", "Requests being computed.", now.num_running)
     yield gauge_family("armature_requests_waiting", "Requests being tokenized or in the queue.", num_waiting)
     yield gauge_family("armature_kv_cache_usage_ratio", "Used KV memory over its capacity.", now.kv_usage_ratio)
+    if now.states is not None:
+        yield from _state_gauges(now.states)
     if predicted_wait_seconds is not None:
         yield gauge_family(
             "armature_predicted_wait_seconds",
             "Predicted wait for the first token of a request that arrives now.",
             predicted_wait_seconds,
         )
+
+
+def _state_gauges(states: StateUsage) -> Iterator[Metric]:
+    help_text = "Bytes of recurrent states: of sequences, of finished ones and of checkpoints."
+    yield gauge_family("armature_recurrent_state_bytes", help_text, states.bytes)
+    help_text = "Prefixes that went on from a state that was kept."
+    yield CounterMetricFamily("armature_recurrent_state_hits_total", help_text, states.hits)
+    help_text = "Tokens of known prefixes that were computed again, as no state after them was kept."
+    name = "armature_recurrent_state_recomputed_tokens_total"
+    yield CounterMetricFamily(name, help_text, states.recomputed_tokens)
 
 
 def speed_gauges(speed: SpeedState) -> Iterator[Metric]:

@@ -96,7 +96,11 @@ class RecentQuantiles:
     def record(self, seconds: float, count: int = 1) -> None:
         """Add a latency that was seen `count` times; it is clipped to 10 microseconds to 10,000 seconds."""
         clipped = min(max(seconds, _LOWEST_SECONDS), _HIGHEST_SECONDS)
-        self._slices.now()[math.ceil(math.log(clipped / _LOWEST_SECONDS) * _PER_LOG)] += count
+        self.add(math.ceil(math.log(clipped / _LOWEST_SECONDS) * _PER_LOG), count)
+
+    def add(self, bucket: int, count: int) -> None:
+        """Add latencies to a bucket."""
+        self._slices.now()[bucket] += count
 
     def read(self, quantiles: Sequence[float]) -> list[float] | None:
         """Return for each rising share the smallest value that it does not exceed; None without values."""
@@ -173,9 +177,9 @@ class Metrics:
     """All metrics of one process, in one registry.
 
     The counters and histograms of requests and steps are declared here; other objects declare theirs with `counter`,
-    `histogram` and `gauges`. Methods run on the event loop, except `on_step`, which runs on the worker thread. An
-    exemplar has the ids of the span of a sampled request. `succeeded`, `failed` and `queued` are totals of requests
-    since the start, and `num_steps` and `busy_seconds` of steps.
+    `histogram` and `gauges`; `instruments` has the first two by name. Methods run on the event loop, except `on_step`,
+    which runs on the worker thread. An exemplar has the ids of the span of a sampled request. `succeeded`, `failed` and
+    `queued` are totals of requests since the start, and `num_steps` and `busy_seconds` of steps.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -188,7 +192,7 @@ class Metrics:
         self.recent = {name: RecentQuantiles(clock) for name in ("request", "queue", "ttft", "itl")}
         self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens", "vectors")}
         self._registry = CollectorRegistry(auto_describe=False)
-        self._instruments: dict[str, Any] = {}
+        self.instruments: dict[str, Any] = {}
         self._gauges: list[_ComputedGauges] = []
         self._declare()
         ProcessCollector(registry=self._registry)
@@ -206,17 +210,17 @@ class Metrics:
 
     def counter(self, name: str, help: str, *labels: str) -> Counter:  # noqa: A002 (name used by prometheus_client)
         """Declare a counter; its name gets the prefix `armature_` and the suffix `_total`."""
-        made: Counter | None = self._instruments.get(name)
+        made: Counter | None = self.instruments.get(name)
         if made is None:
-            made = self._instruments[name] = Counter(name, help, labels, namespace="armature", registry=self._registry)
+            made = self.instruments[name] = Counter(name, help, labels, namespace="armature", registry=self._registry)
         return made
 
     def histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> _Histogram:  # noqa: A002
         """Declare a histogram; its name gets the prefix `armature_`."""
-        made: _Histogram | None = self._instruments.get(name)
+        made: _Histogram | None = self.instruments.get(name)
         if made is None:
             made = _Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
-            self._instruments[name] = made
+            self.instruments[name] = made
         return made
 
     def gauges(self, collect: Callable[[], Iterable[Metric]]) -> None:
@@ -231,7 +235,7 @@ class Metrics:
         del self._gauges[1:]
 
     def samples(self, name: str) -> list[Sample]:
-        return [sample for family in self._instruments[name].collect() for sample in family.samples]
+        return [sample for family in self.instruments[name].collect() for sample in family.samples]
 
     # ---- from the worker thread ------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ LABEL = "model"
 # Beginnings of the names of what the machine and the process have once, whatever models there are.
 _OF_PROCESS = (
     "process_", "http_requests", "armature_http_requests", "armature_cpu_", "armature_energy_", "armature_power_",
-    "armature_cost_", "llm_cost_",
+    "armature_cost_", "llm_cost_", "armature_api_process_", "armature_lost_requests",
 )  # fmt: skip
 
 

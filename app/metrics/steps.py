@@ -133,6 +133,19 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True)
+class StateUsage:
+    """Recurrent states: the bytes and number of those that are kept now, and since the start the prefixes that went on from one.
+
+    `recomputed_tokens` of known prefixes were computed again, as no state after them was kept.
+    """
+
+    bytes: int
+    checkpoints: int
+    hits: int
+    recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """The worker's state after a step, replaced as a whole, so that any thread reads one consistent value.
 
@@ -151,6 +164,7 @@ class EngineSnapshot:
     prompts: tuple[tuple[int, int], ...] = ()
     queue: tuple[int, ...] = ()
     step_times: StepTimes | None = None  # step times; None while unknown
+    states: StateUsage | None = None  # None for models without recurrent states
 
     @property
     def kv_usage_ratio(self) -> float:

@@ -31,6 +31,7 @@ class Application:
     def __init__(self, runtime: ApiRuntime) -> None:
         self.state = State({"runtime": runtime})
         self.openapi = cache(lambda: describe(ROUTES, needs_key=bool(runtime.api_keys)))
+        self.access, self.routes = _access(runtime), _routes(self, runtime)
         self._serve, self._lifespan = _serving(self, runtime), Router(lifespan=_lifespan)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,14 +53,23 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
         await runtime.lifetime.stop()
 
 
-def _serving(app: Application, runtime: ApiRuntime) -> ASGIApp:
+def _access(runtime: ApiRuntime) -> AccessControl:
     files = web_paths() if runtime.page else {}
-    routes = LoadReportHeader(RouteTable([*ROUTES, *_documentation_routes(app), *_file_routes(files)]))
     public = PUBLIC | {(method, path) for path in files for method in ("GET", "HEAD")}
-    access = AccessControl(runtime.access_rules, runtime.api_keys, public)
+    return AccessControl(runtime.access_rules, runtime.api_keys, public, runtime.limiter)
+
+
+def _routes(app: Application, runtime: ApiRuntime) -> ASGIApp:
+    files = web_paths() if runtime.page else {}
+    routes = RouteTable([*ROUTES, *_documentation_routes(app), *_file_routes(files)])
+    # The main process knows the whole load, and adds the header to what it answers for others.
+    return LoadReportHeader(routes) if runtime.main is None else routes
+
+
+def _serving(app: Application, runtime: ApiRuntime) -> ASGIApp:
     traced = {} if runtime.tracer is None else {"begin_span": span_starter(runtime.tracer)}
     observer = RequestObserver(count_response, **traced)
-    gate = RequestGate(routes, access, error_format, check_arriving_body, observer)
+    gate = RequestGate(app.routes, app.access, error_format, check_arriving_body, observer)
     if not runtime.access_rules.cors_allow_origins:
         return gate
     # Around the gate: a browser's preflight has no key, and its page reads refusals too.

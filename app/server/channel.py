@@ -1,9 +1,9 @@
-"""Messages over a stream socket between a server and its engine's process.
+"""Messages over a stream socket between the processes of a server: those that serve HTTP, and engines.
 
 Commands, events and the state of a step are encoded by msgspec. Rare messages (the plan, errors, lines of the log) are
 pickled inside of one: both ends are programs of the same user and version, and the socket is a pair of which each has
-one end, so nobody else can send. A stream, and not packets: a tensor may be larger than any packet, and one read takes
-several steps if the reader is late.
+one end, or lies in a directory of this user alone, so nobody else can send. A stream, and not packets: a tensor may be
+larger than any packet, and one read takes several steps if the reader is late.
 """
 
 from __future__ import annotations
@@ -40,6 +40,13 @@ class Output(Struct, frozen=True, array_like=True, tag=True):
     cause: Cause | None = None
 
 
+class ClientHello(Struct, frozen=True, array_like=True, tag=True):
+    """The first message of an API process to an engine: its number, `of` all processes that serve."""
+
+    number: int
+    of: int
+
+
 class Pickled(Struct, frozen=True, array_like=True, tag=True):
     """A rare message."""
 
@@ -64,7 +71,7 @@ def _decode_error(kind: type, value: Any) -> Any:
 
 
 _ENCODER = Encoder(enc_hook=_encode_error)
-_COMMANDS = Decoder(Command | Pickled, dec_hook=_decode_error)
+_COMMANDS = Decoder(Command | Pickled | ClientHello, dec_hook=_decode_error)
 _OUTPUTS = Decoder(Output | Pickled, dec_hook=_decode_error)
 
 
@@ -87,7 +94,7 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Command | Output | Pickled) -> None:
+    def send(self, message: Command | Output | Pickled | ClientHello) -> None:
         """Send a message, now or as soon as the other end has read enough. A closed connection drops it."""
         body = _ENCODER.encode(message)
         parts = [_HEADER.pack(len(body)), body]

@@ -1,42 +1,37 @@
-"""The program of an engine's process: the worker thread, its commands from the socket, its events to it.
+"""The program of an engine's process: the worker thread, its commands from the sockets, its events to them.
 
-The server starts it by exec (`engine_process.py`). The main thread reads commands. Signals for a whole group of
-processes (Ctrl-C, a stop by systemd) are ignored, since open requests are still answered then: the server stops this
-process, which ends by itself as soon as the server's end of the socket is closed.
+The server starts it (`engine_process.py`), and stops it. `EngineClients` has its sockets.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import logging
 import mmap
 import os
-import signal
 import socket
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from app.engine.worker import SWITCH_SECONDS, Callbacks, Worker
 from app.errors import ArmatureError, RequestError, ServingFailed
-from app.messages import Abort, Event, Generate, GrammarSource, RequestFailed, Stop
+from app.messages import Abort, Command, Event, Generate, GrammarSource, RequestFailed, Stop
 from app.metrics.instruments import Metrics
 from app.metrics.step_monitor import StepBegin
 from app.metrics.steps import Cause, EngineSnapshot, StepStats
 from app.metrics.thermal_monitor import ThermalMonitor
-from app.server.channel import Channel, Output, Pickled
+from app.server.channel import Channel, Pickled
+from app.server.engine_clients import EngineClients
 from app.server.engine_host import EngineHost, EngineTexts, HostMessage, HostSurroundings, read_tokenizer
 from app.server.prepare import Prepared, UnfetchedModel
+from app.server.subprocesses import belong_to_server, inherited_descriptors
 from app.server.termination_log import describe_exception
 from app.text.grammar import CompiledGrammar, GrammarCompiler
 
 FLUSH_SECONDS = 2.0  # longest wait at the end for the server to read the last messages
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_NAME = b"armature-engine"  # in `ps` and `top`; Linux shows 15 characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +66,15 @@ class HostRecipe(Protocol):
     @property
     def log_level(self) -> str: ...
 
-    def make(self, channel: Channel, began: StepBegin) -> HostedEngine: ...
+    def make(self, clients: EngineClients, began: StepBegin) -> HostedEngine: ...
 
 
 class HostedEngine(Protocol):
     def worker(self) -> tuple[Worker, Callbacks]:
-        """Return the worker, and its callbacks, to start."""
+        """Return the worker, whose mailbox are the clients, and its callbacks, to start."""
 
-    def take(self, command: Any) -> None:
-        """Take a command other than `Stop`."""
-
-    def stop_loading(self) -> None: ...
+    def take(self, command: Any) -> Command | None:
+        """Return the command that the worker gets at once; None if it does not get this one, or later."""
 
 
 # ---- grammars --------------------------------------------------------------------------------------------------------
@@ -122,19 +115,19 @@ class CheckpointRecipe:
     def log_level(self) -> str:
         return self.start.settings.log_level
 
-    def make(self, channel: Channel, began: StepBegin) -> HostedEngine:
-        return _HostedCheckpoint(self.start, channel, began)
+    def make(self, clients: EngineClients, began: StepBegin) -> HostedEngine:
+        return _HostedCheckpoint(self.start, clients, began)
 
 
 class _HostedCheckpoint:
-    def __init__(self, start: Prepared | UnfetchedModel, channel: Channel, began: StepBegin) -> None:
-        self._channel = channel
+    def __init__(self, start: Prepared | UnfetchedModel, clients: EngineClients, began: StepBegin) -> None:
+        self._clients = clients
         self._metrics = Metrics()  # of which the sensors read whether steps ran
         self._thermal = ThermalMonitor(self._metrics, start.facts.thermal)
         self._step: tuple[float, Cause | None] = (0.0, None)
         surroundings = HostSurroundings(self._tell, self._read_texts, self._record, began, self._thermal.cause)
         self._host = EngineHost(start, surroundings)
-        self._worker = Worker(self._host.build, self._host.monitor)
+        self._worker = Worker(self._host.build, self._host.monitor, clients)
         self._grammars: EngineGrammars | None = None
         self._compiling: dict[str, Generate] = {}  # by request id
         self._lock = threading.Lock()
@@ -144,21 +137,22 @@ class _HostedCheckpoint:
         self._thermal.start()
         return self._worker, self._host.callbacks(self._send, self._fail)
 
-    def stop_loading(self) -> None:
-        self._host.stopping.set()
-
-    def take(self, command: Any) -> None:
+    def take(self, command: Any) -> Command | None:
         if isinstance(command, ReadAdapter):
             threading.Thread(target=self._read_adapter, args=(command,), daemon=True).start()
-        elif isinstance(command, Generate) and command.grammar is not None:
+            return None
+        if isinstance(command, Generate) and command.grammar is not None:
             with self._lock:
                 self._compiling[command.request_id] = command
             self._pool.submit(self._compile, command)
-        else:
-            if isinstance(command, Abort):
-                with self._lock:
-                    self._compiling.pop(command.request_id, None)
-            self._worker.put(command)
+            return None
+        if isinstance(command, Abort) and self._compiling:
+            with self._lock:
+                self._compiling.pop(command.request_id, None)
+        elif isinstance(command, Stop):
+            self._host.stopping.set()
+        taken: Command = command
+        return taken
 
     def _compile(self, command: Generate) -> None:
         """Compile the grammar of a request beside the steps, and pass the request to the worker if it is still open."""
@@ -170,7 +164,7 @@ class _HostedCheckpoint:
         try:
             grammars.compile(command.grammar, command.definition)
         except RequestError as error:
-            self._send([RequestFailed(command.request_id, error)], self._worker.snapshot, None)
+            self._clients.send([RequestFailed(command.request_id, error)], self._worker.snapshot)
             return
         with self._lock:
             if self._compiling.pop(command.request_id, None) is None:  # it was aborted meanwhile
@@ -179,7 +173,7 @@ class _HostedCheckpoint:
                 self._worker.put(command)
 
     def _tell(self, message: HostMessage | AdapterRead) -> None:
-        self._channel.send(Pickled.of(message))
+        self._clients.main.send(Pickled.of(message))
 
     def _read_adapter(self, command: ReadAdapter) -> None:
         error = None
@@ -209,10 +203,10 @@ class _HostedCheckpoint:
         self._metrics.busy_seconds += step.seconds
 
     def _send(self, events: list[Event], snapshot: EngineSnapshot, stats: StepStats | None) -> None:
-        self._channel.send(Output(events, snapshot, stats, *(self._step if stats is not None else ())))
+        self._clients.send(events, snapshot, stats, *(self._step if stats is not None else ()))
 
     def _fail(self, error: BaseException) -> None:
-        fail(self._channel, error)
+        fail(self._clients.main, error)
 
 
 def fail(channel: Channel, error: BaseException) -> None:
@@ -241,43 +235,23 @@ class _ForwardingHandler(logging.Handler):
         self._channel.send(Pickled.of(LogLine(sent)))
 
 
-def _belong_to_server() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        with suppress(AttributeError, OSError):
-            libc = ctypes.CDLL(None)
-            libc.prctl(_PR_SET_NAME, _NAME)
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
     """Run the engine that the server describes, until it says `Stop` or has ended."""
-    _belong_to_server()
+    belong_to_server()
     sys.setswitchinterval(SWITCH_SECONDS)
-    connection, page = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    channel = Channel(connection, is_engine=True)
-    commands: list[Any] = []
-    try:
-        while not commands:
-            commands = channel.receive()
-        recipe: HostRecipe = commands.pop(0).message()
-        logging.basicConfig(level=recipe.log_level.upper(), handlers=[_ForwardingHandler(channel)], force=True)
-        hosted = recipe.make(channel, StepBegin(mmap.mmap(page, mmap.PAGESIZE)))
-        worker, callbacks = hosted.worker()
-        worker.start(callbacks)
-        while True:
-            for command in commands:
-                if isinstance(command, Stop):
-                    hosted.stop_loading()
-                    worker.put(command)
-                    worker.join()
-                    channel.flush(FLUSH_SECONDS)
-                    os._exit(0)
-                hosted.take(command.message() if isinstance(command, Pickled) else command)
-            commands = channel.receive()
-    except EOFError:
-        os._exit(1)
+    connection, page, *listeners = inherited_descriptors()
+    channel = Channel(socket.socket(fileno=connection), is_engine=True)
+    clients = EngineClients(channel, *(socket.socket(fileno=each) for each in listeners))
+    recipe: HostRecipe = clients.receive_recipe()
+    logging.basicConfig(level=recipe.log_level.upper(), handlers=[_ForwardingHandler(channel)], force=True)
+    hosted = recipe.make(clients, StepBegin(mmap.mmap(page, mmap.PAGESIZE)))
+    clients.take = hosted.take
+    worker, callbacks = hosted.worker()
+    worker.start(callbacks)
+    clients.read_while_loading()
+    worker.join()
+    channel.flush(FLUSH_SECONDS)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The engine in a process of its own, as the service sees it: a worker whose loop runs elsewhere.
 
-The process is started by exec, not by fork, so threads and torch do not matter. If it ends while it serves, its requests
-get an error, and it is started again, with a back-off; requests that arrive meanwhile are refused as while loading.
+If the process ends while it serves, its requests get an error, and it is started again, with a back-off; requests that
+arrive meanwhile are refused as while loading. Other processes that serve HTTP connect to it at its `address`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ import asyncio
 import logging
 import mmap
 import os
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import app
 from app.engine.worker import Callbacks, State
 from app.errors import ArmatureError, NotReady, RequestError, ServiceStopping, ServingFailed, StepFailed
 from app.messages import Command, EngineRequest, Stop
@@ -32,14 +29,13 @@ from app.metrics.steps import EngineSnapshot
 from app.server.channel import Channel, Output, Pickled
 from app.server.engine_child import AdapterRead, EngineFailed, HostRecipe, LogLine, ReadAdapter
 from app.server.engine_host import EngineReady, HostMessage, StageBegun
+from app.server.subprocesses import RestartDelay, describe_end, launch, wait_for_end
 
 log = logging.getLogger(__name__)
-FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 1.0, 60.0  # before an engine is started again; it doubles each time
-STEADY_SECONDS = 60.0  # of serving, after which the next end counts as the first one
 MAX_FAILED_STARTS = 5  # in a row, after which the server ends too
 EXIT_SECONDS = 5.0  # longest wait for the status of a process that has closed its connection
 ADAPTER_SECONDS = 60.0  # longest wait for the weights of an adapter
-_MAIN = "import sys; sys.path += sys.argv[4:]; from app.server.engine_child import main; main()"
+BACKLOG = 64  # of API processes that connect at the same time
 
 
 class EngineProcess:
@@ -47,7 +43,8 @@ class EngineProcess:
 
     `make_recipe` says how to make the engine, at each start. `tell` gets the host's messages, in their order, on a
     thread; an error that it raises ends the server. `on_lost` is called on the event loop when the process has ended
-    while it served, with the error for its requests. `name` is the model's, for its lines of the log.
+    while it served, with the error for its requests. `name` is the model's, for its lines of the log. API processes
+    beside this one connect to the UNIX socket at `address`, if it is given.
     """
 
     def __init__(
@@ -57,6 +54,7 @@ class EngineProcess:
         recorder: StepRecorder,
         on_lost: Callable[[RequestError], None],
         name: str,
+        address: str = "",
     ) -> None:
         self.state: State = "loading"
         self.stage = "starting"
@@ -72,13 +70,15 @@ class EngineProcess:
         self._channel: Channel | None = None
         self._is_stopping = self._was_ready = False
         self._ready_at = 0.0
-        self._num_failed_starts, self._delay_seconds = 0, FIRST_DELAY_SECONDS
+        self._num_failed_starts, self._delay = 0, RestartDelay()
         self._restart: asyncio.Task[None] | None = None
         self._messages = ThreadPoolExecutor(1, thread_name_prefix="armature-engine")
         self._adapters: dict[int, Future[RequestError | None]] = {}  # that are being read, by slot
         with tempfile.TemporaryFile() as page:
             page.truncate(mmap.PAGESIZE)
             self._page = os.dup(page.fileno())
+        self.address = address
+        self._listener: socket.socket | None = None
         recorder.began = StepBegin(mmap.mmap(self._page, mmap.PAGESIZE))
 
     # ---- as the service sees it --------------------------------------------------------------------------------------
@@ -122,6 +122,10 @@ class EngineProcess:
 
     def start(self, callbacks: Callbacks) -> None:
         self._callbacks, self._loop = callbacks, asyncio.get_running_loop()
+        if self.address:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(self.address)
+            self._listener.listen(BACKLOG)
         self._launch()
 
     async def stop(self, timeout_seconds: float) -> None:
@@ -131,36 +135,21 @@ class EngineProcess:
             self._restart.cancel()
         self.put(Stop())
         if self._process is not None:
-            await asyncio.to_thread(_wait, self._process, timeout_seconds)
+            await asyncio.to_thread(wait_for_end, self._process, timeout_seconds)
             if self._channel is not None:
                 self._lose(self._channel, self._process)
         self.state = "stopped"
         self._messages.shutdown(wait=False)
         os.close(self._page)
+        if self._listener is not None:
+            self._listener.close()
+            Path(self.address).unlink(missing_ok=True)
 
     def _launch(self) -> None:
         assert self._loop is not None, "the loop starts it"
         recipe = Pickled.of(self._make_recipe())
-        root = str(Path(app.__file__).parent.parent)
-        with ExitStack() as opened:
-            ours, theirs = (opened.enter_context(end) for end in socket.socketpair())
-            channel = Channel(ours, is_engine=False)
-            opened.callback(channel.close)
-            command = [
-                sys.executable,
-                "-P",
-                "-c",
-                _MAIN,
-                str(theirs.fileno()),
-                str(self._page),
-                "armature-engine",
-                root,
-            ]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(), self._page)
-            )
-            opened.pop_all()
-        theirs.close()
+        listeners = () if self._listener is None else (self._listener.fileno(),)
+        self._process, channel = launch("app.server.engine_child", "armature-engine", (self._page, *listeners))
         self.pid, self._channel = self._process.pid, channel
         channel.send(recipe)
         self._loop.add_reader(channel.fileno(), self._read, channel, self._process)
@@ -248,9 +237,7 @@ class EngineProcess:
 
     def _find_end(self, process: subprocess.Popen[bytes]) -> None:
         """Wait for the status of a process that has ended, and decide what follows."""
-        status = _wait(process, EXIT_SECONDS)
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        self._call_on_loop(self._end, f"has ended by {how}")
+        self._call_on_loop(self._end, describe_end(process, EXIT_SECONDS))
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None, "it was started"
@@ -274,11 +261,8 @@ class EngineProcess:
         if self._is_stopping:
             return
         error, self.error = self.error, None
-        if self._ready_at:
-            if time.monotonic() - self._ready_at > STEADY_SECONDS:
-                self._delay_seconds = FIRST_DELAY_SECONDS
-        else:
-            self._num_failed_starts += 1
+        served_seconds = time.monotonic() - self._ready_at if self._ready_at else 0.0
+        self._num_failed_starts += not self._ready_at
         self._ready_at = 0.0
         if (error is not None and not self._was_ready) or self._num_failed_starts >= MAX_FAILED_STARTS:
             self.state = "failed"
@@ -287,18 +271,9 @@ class EngineProcess:
             )
             self._callbacks.on_fatal(self.error)
             return
-        delay, self._delay_seconds = self._delay_seconds, min(2 * self._delay_seconds, MAX_DELAY_SECONDS)
+        delay = self._delay.take(served_seconds)
         because = f": {error}" if error is not None else ""
         log.error("the engine's process %s%s; it is started again in %.0f s", what, because, delay)
         self.stage = f"the engine {what} and is started again"
         self._restart = self._loop.create_task(self._launch_again(delay))
         self._restart.add_done_callback(self._check_launched)
-
-
-def _wait(process: subprocess.Popen[bytes], timeout_seconds: float) -> int:
-    """Return the status of a process, which is killed if it does not end in time."""
-    try:
-        return process.wait(timeout_seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()

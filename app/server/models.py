@@ -1,7 +1,7 @@
 """Several models behind one address: which are loaded, and when each is loaded and unloaded.
 
-Each model has a runtime of its own (`ServerRuntime`), which is made anew for each load. Everything runs on the event
-loop, and models are loaded one after the other, so that the measurement of one is not disturbed.
+Each model has a runtime of its own (`ServerRuntime`), which is made anew for each load. Everything runs on the main
+process's event loop, and models are loaded one after the other, so that the measurement of one is not disturbed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -33,19 +33,20 @@ from app.metrics.load_progress import LoadProgress
 from app.metrics.power_monitor import PowerMonitor
 from app.metrics.several_models import ProcessMetrics
 from app.metrics.thermal_monitor import ThermalMonitor
-from app.models.encoders.config import EncoderConfig
-from app.models.transformers_tasks import TaskConfig
+from app.server.api_messages import PROCESS
+from app.server.api_processes import ApiProcesses
 from app.server.prepare import Prepared, UnfetchedModel, prepare_start
 from app.server.start_console import StartConsole
-from app.server.startup import FLUSH_SECONDS, ServerRuntime, SharedParts, read_api_keys, use_http_threads
+from app.server.startup import FLUSH_SECONDS, ServerRuntime, SharedParts, read_api_keys, tasks_of, use_http_threads
+from app.service.admission import OpenCounts
 from app.settings import Settings, parse_adapters
 from app.tracing.request_trace import Tracer
-from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
 from app.weights.hub.cache import HubName
 
 log = logging.getLogger(__name__)
-POLL_SECONDS = 0.01  # between two looks at a model that is loading
+POLL_SECONDS = 0.01  # between two looks at a model that is loading, or at its last requests
+LOOK_SECONDS = 1.0  # before the next look at a model that another process uses
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 5.0, 300.0  # before a model that failed is loaded again; doubled each time
 TAG = ":latest"  # Ollama's clients add it to a name without a tag
 Start = Prepared | UnfetchedModel
@@ -66,21 +67,28 @@ class ModelEntry:
         self.kind, self.max_model_len = "", 0
         self.runtime: ApiRuntime
         self.serving: ServerRuntime
-        self.num_open = self.num_waiting = 0
+        self.counts = OpenCounts()  # of all processes that serve
+        self.num_waiting = 0
         self.expires_at: float | None = None
         unload_after = settings.unload_after_seconds
         self.usual_keep_seconds = None if unload_after == "never" else unload_after
         self.keep_seconds = self.usual_keep_seconds  # which a request may change until the next load
         self.share: int | None = None  # bytes
         self.taken: MemoryWish | None = None  # while it is loaded
-        self.used_at = 0.0
         self.work: asyncio.Task[None] | None = None  # it loads or unloads
         self.began, self.load_seconds = 0.0, 0.0  # of the last load
         self.error: BaseException | None = None
         self.num_failures, self.retry_at = 0, 0.0
-        self.idle = asyncio.Event()
-        self.idle.set()
         self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_open(self) -> int:
+        return self.counts.total(OpenCounts.ENTERED)
+
+    @property
+    def used_at(self) -> float:
+        """When its last request began or ended in any process, by `time.monotonic`; or it was loaded."""
+        return max(self.counts.each(OpenCounts.USED_AT)) / 1e9
 
     @property
     def names(self) -> Sequence[str]:
@@ -100,7 +108,8 @@ class ModelEntry:
 class ModelRegistry:
     """The models of a process. `common` are the settings that all have.
 
-    `on_fatal` is called when no model can serve; `on_ready` from a worker thread, for each model.
+    `on_fatal` is called when no model can serve; `on_ready` from a worker thread, for each model. `processes` None: no
+    other process serves.
     """
 
     def __init__(
@@ -110,9 +119,13 @@ class ModelRegistry:
         on_fatal: Callable[[BaseException], None],
         on_ready: Callable[[Prepared, float, bool], None] = lambda prepared, seconds, has_chat: None,
         tracer: Tracer | None = None,
+        processes: ApiProcesses | None = None,
     ) -> None:
-        self._on_fatal, self._on_ready, self._tracer = on_fatal, on_ready, tracer
+        self._on_fatal, self._on_ready, self._tracer, self._processes = on_fatal, on_ready, tracer, processes
         self.entries = [ModelEntry(_in_own_process(settings)) for settings in models]
+        if processes is not None:
+            for number, entry in enumerate(self.entries):
+                entry.counts = processes.counts.of_model(number, 0)
         self.may_control = common.model_control == "on"
         self.is_healthy, self._is_stopping = True, False
         facts = probe()
@@ -129,13 +142,17 @@ class ModelRegistry:
         self._find_names()
         self._prepare_all(facts)
         self._loading = asyncio.Lock()
-        first = self.entries[0].serving.runtime(_keys_of(models))
+        first = self.entries[0].serving.runtime(keys_of(models))
         self._process = replace(first, metrics=self.metrics, lifetime=self, models=self)
         for entry in self.entries:
             entry.runtime = entry.serving.runtime_among(self._process)
 
     def runtime(self) -> ApiRuntime:
         return self._process
+
+    @property
+    def reported_metrics(self) -> Mapping[int, Metrics]:
+        return {PROCESS: self.metrics, **{number: entry.metrics for number, entry in enumerate(self.entries)}}
 
     def _find_names(self) -> None:
         """Raise `SettingsInvalid` if two models have a name in common."""
@@ -181,9 +198,10 @@ class ModelRegistry:
         entry.metrics.forget_gauges()
         shared = SharedParts(entry.metrics, self._power, self._thermal)
         on_fatal = partial(self._worker_failed, entry)
-        entry.serving = serving = ServerRuntime(start, on_fatal, self._on_ready, self._tracer, shared)
+        beside = None if self._processes is None else self._processes.beside(self.entries.index(entry))
+        entry.serving = serving = ServerRuntime(start, on_fatal, self._on_ready, self._tracer, shared, beside)
         if isinstance(start, Prepared):
-            entry.tasks, entry.kind = _tasks_of(start), start.needs.kind
+            entry.tasks, entry.kind = tasks_of(start), start.needs.kind
             entry.max_model_len = start.plan.memory.max_model_len
         if hasattr(self, "_process"):
             entry.runtime = serving.runtime_among(self._process)
@@ -250,16 +268,14 @@ class ModelRegistry:
             finally:
                 entry.num_waiting -= 1
                 self._start_timer(entry)  # for a client that has left
-        entry.num_open += 1
-        entry.idle.clear()
+        entry.counts.add(OpenCounts.ENTERED, 1)
         self._stop_timer(entry)
 
     def leave(self, entry: ServedEntry) -> None:
         assert isinstance(entry, ModelEntry), "it is one of the entries"
-        entry.num_open -= 1
-        entry.used_at = time.monotonic()
+        entry.counts.add(OpenCounts.ENTERED, -1)
+        entry.counts.note_use()
         if not entry.num_open:
-            entry.idle.set()
             self._start_timer(entry)
 
     async def _wait_until_ready(self, entry: ModelEntry) -> None:
@@ -301,6 +317,7 @@ class ModelRegistry:
     def keep_alive(self, entry: ServedEntry, seconds: float | None) -> None:
         assert isinstance(entry, ModelEntry), "it is one of the entries"
         entry.keep_seconds = seconds
+        entry.counts.note_use()
         self._start_timer(entry)
 
     def _stop_timer(self, entry: ModelEntry) -> None:
@@ -311,11 +328,23 @@ class ModelRegistry:
 
     def _start_timer(self, entry: ModelEntry) -> None:
         self._stop_timer(entry)
-        is_used = entry.num_open or entry.num_waiting
+        is_used = entry.counts.own(OpenCounts.ENTERED) or entry.num_waiting
         if entry.keep_seconds is None or entry.state != "ready" or is_used or self._is_stopping:
             return
-        entry.expires_at = time.time() + entry.keep_seconds
-        entry.timer = self._loop.call_later(entry.keep_seconds, self._begin_unload, entry)
+        self._set_timer(entry, max(entry.used_at + entry.keep_seconds - time.monotonic(), 0.0))
+
+    def _set_timer(self, entry: ModelEntry, seconds: float) -> None:
+        entry.expires_at = time.time() + seconds
+        entry.timer = self._loop.call_later(seconds, self._unload_unused, entry)
+
+    def _unload_unused(self, entry: ModelEntry) -> None:
+        """Unload the model unless another process has used it meanwhile, which tells nobody."""
+        assert entry.keep_seconds is not None, "the timer was started"
+        left = entry.used_at + entry.keep_seconds - time.monotonic()
+        if entry.num_open or left > 0:
+            self._set_timer(entry, max(left, LOOK_SECONDS))
+        else:
+            self._begin_unload(entry)
 
     def _begin_load(self, entry: ModelEntry) -> asyncio.Task[None]:
         entry.state, entry.reason, entry.error = "loading", "another model is loading", None
@@ -360,7 +389,8 @@ class ModelRegistry:
             await self._fail(entry, entry.error)
             return
         entry.state, entry.load_seconds = "ready", time.monotonic() - entry.began
-        entry.num_failures, entry.used_at = 0, time.monotonic()
+        entry.num_failures = 0
+        entry.counts.note_use()
         entry.keep_seconds = entry.usual_keep_seconds
         self._start_timer(entry)
 
@@ -425,7 +455,11 @@ class ModelRegistry:
 
     async def _unload(self, entry: ModelEntry) -> None:
         """Stop the model's worker once its open requests have ended, and release its memory."""
-        await entry.idle.wait()
+        if self._processes is not None:  # before it is seen whether they have requests
+            self._processes.counts.set_open(self.entries.index(entry), False)
+        await asyncio.sleep(0.0 if self._processes is None else POLL_SECONDS)
+        while entry.num_open:
+            await asyncio.sleep(POLL_SECONDS)
         await self._release(entry)
         entry.state = "unloaded"
         log.info("%s is unloaded", entry.name)
@@ -476,7 +510,7 @@ class ModelRegistry:
             self._begin_load(entry)
 
 
-def _keys_of(models: Sequence[Settings]) -> ApiKeys:
+def keys_of(models: Sequence[Settings]) -> ApiKeys:
     """Return the keys of all models, each with the models that it may use. Raises `SettingsInvalid`."""
 
     def read() -> dict[str, frozenset[str]]:
@@ -528,16 +562,3 @@ def _unknown_start(settings: Settings, facts: Facts) -> UnfetchedModel:
     """Return what is known of a model that could not be prepared: its names."""
     plan = make_plan(facts, None, Settings(model=settings.model), None, RECIPES.keys())
     return UnfetchedModel(settings, facts, plan, HubName(str(settings.model)))
-
-
-def _tasks_of(start: Prepared) -> frozenset[Task]:
-    if not isinstance(start.checkpoint, Checkpoint):
-        return frozenset({"infer"})
-    config = start.checkpoint.model_config
-    if isinstance(config, TaskConfig):
-        return frozenset({"task", "infer"})
-    if not isinstance(config, EncoderConfig):
-        return frozenset({"generate"})
-    if not config.labels:
-        return frozenset({"encode", "embed", "infer"})
-    return frozenset({"encode", "classify", "infer", *(("rerank",) if len(config.labels) == 1 else ())})

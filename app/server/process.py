@@ -13,7 +13,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any, cast
@@ -27,7 +27,9 @@ from app.api.routing import OTHER
 from app.engine.worker import SWITCH_SECONDS
 from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.hardware.decision import format_bytes, format_count
+from app.hardware.plan.plan import decide_api_processes
 from app.models.encoders.config import EncoderConfig
+from app.server.api_processes import ApiProcesses
 from app.server.app import Application, create_app
 from app.server.listeners import BACKLOG, Listeners, TlsListener, listen
 from app.server.log_output import log_to_stderr
@@ -74,18 +76,23 @@ def serve(settings: Settings) -> int:
             log.info("%s", text, extra={"label": label})
 
     serving: ServerRuntime | ModelRegistry
+    number = decide_api_processes(settings).value
+    processes = None if number == 1 else ApiProcesses(number, settings, models, is_single)
     if is_single:
-        serving = ServerRuntime(prepare_start(models[0]), on_fatal, on_ready, tracer)
+        beside = None if processes is None else processes.beside(0)
+        serving = ServerRuntime(prepare_start(models[0]), on_fatal, on_ready, tracer, beside=beside)
     else:
-        serving = ModelRegistry(settings, models, on_fatal, on_ready, tracer)
-    runtime = serving.runtime()
-    server = PunctualServer(server_config(create_app(runtime), settings), settings.drain_seconds, tls)
+        serving = ModelRegistry(settings, models, on_fatal, on_ready, tracer, processes)
+    app = create_app(serving.runtime()) if processes is None else processes.application(serving)
+    server = PunctualServer(server_config(app, settings, number), settings.drain_seconds, tls)
     # uvicorn raises the signal again after draining. This harmless handler receives it, so that the process ends by
     # returning.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
-    _read_keys_on_hangup(runtime.api_keys)
+    _read_keys_on_hangup(app.state.runtime.api_keys, processes)
     server.listeners = listen(settings.host, settings.port)
+    if processes is not None:
+        processes.sockets, server.on_shutdown = server.listeners.sockets, processes.drain
     addresses += server.listeners.urls(tls is not None)
     announce(addresses)
     try:
@@ -127,22 +134,30 @@ def announce(addresses: Sequence[str]) -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _read_keys_on_hangup(keys: ApiKeys | tuple[str, ...]) -> None:
+def _read_keys_on_hangup(keys: ApiKeys | tuple[str, ...], processes: ApiProcesses | None) -> None:
     """Let SIGHUP read the key file again, as it does for daemons. In a terminal, it still ends the process."""
+
+    def read(*_: object) -> None:
+        if isinstance(keys, ApiKeys):
+            keys.read()
+        if processes is not None:
+            processes.read_keys()
+
     if not (sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()):
-        signal.signal(signal.SIGHUP, lambda *_: keys.read() if isinstance(keys, ApiKeys) else None)
+        signal.signal(signal.SIGHUP, read)
 
 
 class PunctualServer(uvicorn.Server):
     """uvicorn's server, whose process ends at `drain_seconds` and a few more after a stop signal, in any state.
 
-    With `tls`, TCP connections are counted before their handshakes.
+    With `tls`, TCP connections are counted before their handshakes. `on_shutdown` is called when draining begins.
     """
 
     def __init__(self, config: uvicorn.Config, drain_seconds: float, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(config)
         self._stop_seconds, self._tls = drain_seconds + STOP_SECONDS, tls
         self.listeners = Listeners(())
+        self.on_shutdown: Callable[[], None] = lambda: None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         given = sockets or []
@@ -165,6 +180,7 @@ class PunctualServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Remove the files of UNIX sockets, so that nobody waits there, and drain."""
         self.listeners.remove_files()
+        self.on_shutdown()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -176,9 +192,17 @@ class PunctualServer(uvicorn.Server):
             self.listeners.remove_files()
             _end_process_after(0.0, why="stopped by a second Ctrl-C: open requests are cut off")
             return
+        self._end_in_time()
+        super().handle_exit(sig, frame)
+
+    def drain(self) -> None:
+        """Begin to stop without a signal."""
+        self._end_in_time()
+        self.should_exit = True
+
+    def _end_in_time(self) -> None:
         if not self.should_exit:
             _end_process_after(self._stop_seconds)
-        super().handle_exit(sig, frame)
 
 
 def _end_process_after(
@@ -194,9 +218,9 @@ def _end_process_after(
     timer.start()
 
 
-def server_config(app: Application, settings: Settings) -> uvicorn.Config:
+def server_config(app: Application, settings: Settings, num_processes: int = 1) -> uvicorn.Config:
     """Return uvicorn's configuration: no access log, no WebSockets, bounded request heads."""
-    limits = connection_limits(settings)
+    limits = connection_limits(settings, num_processes)
     limits.count_error = lambda status, code: app.state.runtime.metrics.responded(OTHER, OTHER, status, code)
     return uvicorn.Config(
         app,
@@ -215,13 +239,17 @@ def server_config(app: Application, settings: Settings) -> uvicorn.Config:
     )
 
 
-def connection_limits(settings: Settings) -> ConnectionLimits:
-    """Return the bounds on connections. The operating system's limit of open files bounds them too."""
+def connection_limits(settings: Settings, num_processes: int = 1) -> ConnectionLimits:
+    """Return the bounds on connections, of which each process that serves has its part.
+
+    The operating system's limit of open files bounds them too.
+    """
     open_files = resource.RLIM_INFINITY
     with suppress(OSError, ValueError):
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     possible = sys.maxsize if open_files == resource.RLIM_INFINITY else max(open_files - RESERVED_FILES, 1)
-    wanted = AUTO_CONNECTIONS if settings.max_connections == "auto" else settings.max_connections
+    total = AUTO_CONNECTIONS if settings.max_connections == "auto" else settings.max_connections
+    wanted = max(total // num_processes, 1)
     if possible < wanted:
         log.warning(
             "at most %d connections instead of %d: this process may open %d files. Raise that limit (ulimit -n).",

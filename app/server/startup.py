@@ -13,10 +13,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from app.api.access import AccessRules, ApiKeys, is_loopback_name
-from app.api.routing import ApiRuntime, ModelNames
+from app.api.routing import ApiRuntime, Lifespan, ModelNames, Task
 from app.engine.worker import Callbacks, Worker
 from app.errors import CheckpointInvalid, InvalidRequest, RequestError, SettingsInvalid, StepFailed
 from app.hardware.facts import Facts, to_json_value
@@ -53,6 +53,7 @@ from app.server.engine_process import EngineProcess
 from app.server.model_source import check_vocabulary
 from app.server.prepare import Prepared, UnfetchedModel
 from app.server.start_console import StartConsole
+from app.service.engine_client import ProcessPlace, WorkerInterface
 from app.service.pictures import ChatPictureReader, Tower
 from app.service.served_model import (
     HELD_BYTES_DIVISOR,
@@ -312,6 +313,7 @@ def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatT
     from app.text.child_process import TemplateLimits
 
     limits = TemplateLimits(settings.chat_template_cpu_seconds, settings.chat_template_memory_bytes)
+    assert isinstance(checkpoint, Checkpoint), "a program generates no text"
     tokens, config = frozenset(tokenizer.added_tokens.values()), checkpoint.model_config
     joins = isinstance(config, ModelConfig) and DECODER_FAMILIES[config.architecture].joins_prompt
     values = {"chat_template": _PICTURES_FIRST, **tokenizer.config} if joins else tokenizer.config
@@ -347,8 +349,9 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
 
 def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
     """Return what reads pictures for this model, or why none can be read. Nothing is loaded before the first one."""
-    checkpoint, plan, max_images = prepared.checkpoint, prepared.plan, prepared.settings.max_images
-    config = checkpoint.model_config
+    checkpoint, settings = prepared.checkpoint, prepared.settings
+    assert isinstance(checkpoint, Checkpoint), "a program generates no text"
+    config, plan = checkpoint.model_config, prepared.plan
     if not isinstance(config, ModelConfig) or checkpoint.gguf is not None or not reads_pictures(config.architecture):
         return f"this server reads only text with this model ({config.architecture}; docs/families.md)"
     family = DECODER_FAMILIES[config.architecture]
@@ -356,7 +359,7 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         return "its config.json has no mrope_section, which says where they are"
     if config.altup is not None and checkpoint.config.get("text_config", {}).get("pad_token_id"):
         return "its config.json has another pad_token_id than 0, whose inputs of layers the tokens of pictures have"
-    if max_images == 0:
+    if settings.max_images == 0:
         return "this server reads none (max_images=0)"
     if plan.placement.device != "cpu":
         return f"they are read with device=cpu only, not with {plan.placement.device}"
@@ -372,7 +375,7 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
 
         return PictureTower(checkpoint.directory, config, scale, "bfloat16" if has_bf16 else "float32")
 
-    return ChatPictureReader(load, max_images)
+    return ChatPictureReader(load, settings.max_images, settings.allow_image_urls)
 
 
 def use_http_threads(number: int) -> None:
@@ -390,12 +393,151 @@ class SharedParts:
     thermal: ThermalMonitor
 
 
+class ModelFront:
+    """The half of a model that serves: its texts, and the service of its requests. Each API process has one."""
+
+    def __init__(self, worker: WorkerInterface, metrics: Metrics, place: ProcessPlace | None = None) -> None:
+        self.metrics = metrics
+        self.service = Service(worker, metrics, place=place)
+        self.tokenizer: Tokenizer | None = None
+        self.chat: ChatTemplate | None = None
+        self.model: ServedModel | None = None
+        self.preparing: Sequence[Future[None]] = ()  # what to wait for before requests
+
+    def take_plan(self, message: PlanChanged) -> None:
+        """Read the texts of the model's files and serve it, once its plan is final, on any thread."""
+        prepared = message.prepared
+        cache = prepared.settings.cache_directory
+        if self.tokenizer is None and (tokenizer := read_tokenizer(prepared.checkpoint, cache)) is not None:
+            assert isinstance(prepared.checkpoint, Checkpoint), "a program has no tokenizer"
+            self.tokenizer = tokenizer
+            warn_of_unknown_tokens(tokenizer, prepared.checkpoint.model_config.vocab_size)
+            if prepared.draft is not None:
+                check_vocabulary(tokenizer, prepared.draft, cache)
+            self.chat = read_chat_template(prepared, tokenizer)
+            for name in IMPORTED_LATER:
+                import_module(name)
+        if not message.is_loading:
+            return
+        model = make_served_model(prepared, self.tokenizer, self.chat)
+        if self.model is not None and self.model.limits == model.limits:
+            return  # the engine is loaded again
+        self.model = model
+        if isinstance(model, ServedDecoder) and model.pictures is not None:
+            model.pictures.report = self.metrics.picture_read
+        self.service.serve(model)
+        self.preparing = prepare_grammars(model)
+
+    def engine_texts(self) -> EngineTexts:
+        """Return what an engine in this process needs of the texts, which are read already."""
+        eos_token_ids = () if self.tokenizer is None else self.tokenizer.eos_token_ids
+        grammars = self.model.grammars if isinstance(self.model, ServedDecoder) else None
+        return EngineTexts(eos_token_ids, grammars, self.preparing)
+
+    def settle(self, prepared: Prepared, is_alone: bool) -> None:
+        """Do what a host does in the engine's process: bind the threads, unless there are other models, and freeze the heap."""
+        if is_alone:
+            bind_service_threads(prepared.plan.cpu.service_cpu_ids)
+        gc.collect()
+        gc.freeze()
+
+
+def api_runtime(settings: Settings, front: ModelFront, lifetime: Lifespan, keys: ApiKeys | None = None) -> ApiRuntime:
+    """Return what the API needs of a model; `keys` None: the keys of the settings."""
+    if keys is None:
+        files = () if settings.api_key_file is None else (settings.api_key_file,)
+        keys = ApiKeys(lambda: read_api_keys(settings), *files)
+    rates, is_local = parse_rate_limit(settings.rate_limit), is_local_only(settings)
+    only_loopback = is_local and not keys and not settings.allowed_hosts
+    return ApiRuntime(
+        front.service,
+        front.metrics,
+        lifetime,
+        dict,
+        int(time.time()),
+        keys,
+        AccessRules(*rates, settings.allowed_hosts, only_loopback, settings.cors_allow_origins),
+        ModelNames(settings.served_model_name[1:], *accepts_any_name(settings, len(keys))),
+        settings.page == "on",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDescription:
+    """What is known of a model: the name that answers have, the kind, what it can do, and its context."""
+
+    name: str
+    kind: str
+    tasks: frozenset[Task]
+    max_model_len: int
+
+
+class ServedStart(Protocol):
+    """What an API process beside the main one serves once an engine is ready."""
+
+    def serve(self, front: ModelFront) -> None:
+        """Read the model's texts and serve it, on a thread."""
+
+    def describe(self) -> ServedDescription: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBeside:
+    """What the API processes beside the main one need of an engine: its address, the counts of its model, and news.
+
+    `on_ready` is called on a thread whenever the engine is ready, and `on_lost` on the event loop when it is no more.
+    """
+
+    address: str
+    place: ProcessPlace
+    on_ready: Callable[[ServedStart], None]
+    on_lost: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCheckpoint:
+    """A model that an API process beside the main one serves; `is_alone`: it is the only one."""
+
+    prepared: Prepared
+    is_alone: bool
+
+    def serve(self, front: ModelFront) -> None:
+        prepared = self.prepared
+        front.take_plan(PlanChanged(prepared, is_loading=True))
+        wait(front.preparing)
+        if prepared.settings.lora_root is None:  # otherwise the main process knows which are loaded
+            front.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, _read_elsewhere))
+        front.settle(prepared, self.is_alone)
+
+    def describe(self) -> ServedDescription:
+        prepared = self.prepared
+        context = prepared.plan.memory.max_model_len
+        return ServedDescription(prepared.model_name, prepared.needs.kind, tasks_of(prepared), context)
+
+
+def _read_elsewhere(path: str, slot: int) -> None:
+    raise AssertionError("the main process reads adapters")
+
+
+def tasks_of(start: Prepared) -> frozenset[Task]:
+    if not isinstance(start.checkpoint, Checkpoint):
+        return frozenset({"infer"})
+    config = start.checkpoint.model_config
+    if isinstance(config, TaskConfig):
+        return frozenset({"task", "infer"})
+    if not isinstance(config, EncoderConfig):
+        return frozenset({"generate"})
+    if not config.labels:
+        return frozenset({"encode", "embed", "infer"})
+    return frozenset({"encode", "classify", "infer", *(("rerank",) if len(config.labels) == 1 else ())})
+
+
 class ServerRuntime:
-    """The serving half of one model, and its engine in a thread of this process or in a process of its own.
+    """The serving half of one model in the main process, and its engine in a thread of it or in a process of its own.
 
     `on_fatal` is called when the engine cannot continue, and `on_ready` when it can serve, with the final plan, the
     seconds since the start, and whether the model has a chat template; both on the engine's threads. `shared` None: it
-    is the only model of the process.
+    is the only model of the process. `beside` None: no other process serves it.
     """
 
     def __init__(
@@ -405,15 +547,12 @@ class ServerRuntime:
         on_ready: Callable[[Prepared, float, bool], None] = lambda prepared, seconds, has_chat: None,
         tracer: Tracer | None = None,
         shared: SharedParts | None = None,
+        beside: EngineBeside | None = None,
     ) -> None:
-        self._start, self._tracer, self._shared = start, tracer, shared
+        self._start, self._tracer, self._shared, self._beside = start, tracer, shared, beside
         self._on_fatal, self._on_ready = on_fatal, on_ready
         self._began = time.monotonic()
         self._is_stopping = self._is_served = False
-        self._tokenizer: Tokenizer | None = None
-        self._chat: ChatTemplate | None = None
-        self._served: ServedModel | None = None
-        self._preparing: Sequence[Future[None]] = ()
         self._speculation: dict[str, Any] | None = None
         self._console = StartConsole(has_bars=start.settings.log_format == "text")
         self._cpu_stat = find_cpu_stat(HostFiles(Path("/")))
@@ -424,11 +563,14 @@ class ServerRuntime:
         self.host: EngineHost | None = None  # in this process
         self.worker: Worker | EngineProcess
         if start.plan.steps.engine_process:
-            self.worker = EngineProcess(self._recipe, self._take, self._steps, self._fail_requests, start.model_name)
+            address = "" if beside is None else beside.address
+            self.worker = EngineProcess(
+                self._recipe, self._take, self._steps, self._fail_requests, start.model_name, address
+            )
         else:
             surroundings = HostSurroundings(
                 self._take,
-                self._texts,
+                lambda prepared: self._front.engine_texts(),
                 self._steps.record,
                 self._steps.began,
                 self._thermal_monitor.cause,
@@ -436,7 +578,8 @@ class ServerRuntime:
             )
             self.host = EngineHost(start, surroundings)
             self.worker = Worker(self.host.build, self.host.monitor)
-        self.service = Service(self.worker, self.metrics)
+        self._front = ModelFront(self.worker, self.metrics, None if beside is None else beside.place)
+        self.service = self._front.service
         self._power_monitor = (
             PowerMonitor(
                 self.metrics, facts.power, lambda: self.service.idle, settings.watts, settings.hourly_price, gpu
@@ -452,6 +595,10 @@ class ServerRuntime:
         return self.worker.alive
 
     @property
+    def reported_metrics(self) -> Mapping[int, Metrics]:
+        return {0: self.metrics}
+
+    @property
     def prepared_start(self) -> Prepared | UnfetchedModel:
         return self._start
 
@@ -464,20 +611,8 @@ class ServerRuntime:
         )
 
     def runtime(self, keys: ApiKeys | None = None) -> ApiRuntime:
-        """Return what the API needs; `keys` None: the keys of the settings."""
-        settings = self._start.settings
-        if keys is None:
-            files = () if settings.api_key_file is None else (settings.api_key_file,)
-            keys = ApiKeys(lambda: read_api_keys(settings), *files)
-        rates, is_local = parse_rate_limit(settings.rate_limit), is_local_only(settings)
-        only_loopback = is_local and not keys and not settings.allowed_hosts
-        rules = AccessRules(*rates, settings.allowed_hosts, only_loopback, settings.cors_allow_origins)
-        names = ModelNames(settings.served_model_name[1:], *accepts_any_name(settings, len(keys)))
-        created, page = int(time.time()), settings.page == "on"
-        capacity, tracer = self._steps.capacity, self._tracer
-        return ApiRuntime(
-            self.service, self.metrics, self, self._info, created, keys, rules, names, page, tracer, capacity
-        )
+        made = api_runtime(self._start.settings, self._front, self, keys)
+        return replace(made, info=self._info, tracer=self._tracer, capacity=self._steps.capacity)
 
     async def start(self) -> None:
         await self.service.start()
@@ -520,64 +655,37 @@ class ServerRuntime:
         if isinstance(message, StageBegun):
             self._console.show(message.stage)
         elif isinstance(message, PlanChanged):
-            self._take_plan(message)
+            self._start = message.prepared
+            self._front.take_plan(message)
         elif isinstance(message, SpeedChanged):
             self._steps.speed, self._speculation = message.speed, message.speculation
         else:
             self._become_ready()
 
-    def _take_plan(self, message: PlanChanged) -> None:
-        self._start = prepared = message.prepared
-        cache = prepared.settings.cache_directory
-        if self._tokenizer is None and (tokenizer := read_tokenizer(prepared.checkpoint, cache)) is not None:
-            assert isinstance(prepared.checkpoint, Checkpoint), "a program has no tokenizer"
-            self._tokenizer = tokenizer
-            warn_of_unknown_tokens(tokenizer, prepared.checkpoint.model_config.vocab_size)
-            if prepared.draft is not None:
-                check_vocabulary(tokenizer, prepared.draft, cache)
-            self._chat = read_chat_template(prepared, tokenizer)
-            for name in IMPORTED_LATER:
-                import_module(name)
-        if not message.is_loading:
-            return
-        model = make_served_model(prepared, self._tokenizer, self._chat)
-        if self._served is not None and self._served.limits == model.limits:
-            return  # the engine is loaded again
-        self._served = model
-        if isinstance(model, ServedDecoder) and model.pictures is not None:
-            model.pictures.report = self.metrics.picture_read
-        self.service.serve(model)
-        self._preparing = prepare_grammars(model)
-
-    def _texts(self, prepared: Prepared) -> EngineTexts:
-        """Return what an engine in this process needs of the texts, which are read already."""
-        eos_token_ids = () if self._tokenizer is None else self._tokenizer.eos_token_ids
-        grammars = self._served.grammars if isinstance(self._served, ServedDecoder) else None
-        return EngineTexts(eos_token_ids, grammars, self._preparing)
-
     def _become_ready(self) -> None:
         prepared = self._prepared
-        wait(self._preparing)
+        wait(self._front.preparing)
         read = self.worker.read_adapter if isinstance(self.worker, EngineProcess) else self._host_adapter
         self._console.close()
-        if isinstance(self.worker, EngineProcess):  # what the host does in its own process
-            if self._shared is None:  # it would bind the workers of other models too
-                bind_service_threads(prepared.plan.cpu.service_cpu_ids)
-            gc.collect()
-            gc.freeze()
+        if isinstance(self.worker, EngineProcess):
+            self._front.settle(prepared, is_alone=self._shared is None)
+        if self._beside is not None:
+            self._beside.on_ready(ServedCheckpoint(prepared, is_alone=self._shared is None))
         if self._is_served:
             log.info("the engine was started again")
             self.service.adapters.load_again()
             return
         self._is_served = True
         self.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, read))
-        self._on_ready(prepared, time.monotonic() - self._began, self._chat is not None)
+        self._on_ready(prepared, time.monotonic() - self._began, self._front.chat is not None)
 
     def _host_adapter(self, path: str, slot: int) -> None:
         assert self.host is not None, "the engine is in this process"
         self.host.read_adapter(path, slot)
 
     def _fail_requests(self, error: RequestError) -> None:
+        if self._beside is not None:
+            self._beside.on_lost()
         self.service.on_worker_exit(error)
 
     def _engine_failed(self, error: BaseException) -> None:
@@ -634,4 +742,5 @@ class ServerRuntime:
             "speed": None if speed is None else speed.to_json(),
             "steps": self._steps.steps_json(),
             "speculation": self._speculation,
+            "states": to_json_value(self.service.snapshot.states),
         }

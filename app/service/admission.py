@@ -33,25 +33,71 @@ _MAX_EVENTS = 60  # simulated events, each one step or many equal steps; beyond 
 _num_uncomputed, _num_tokens = attrgetter("num_uncomputed"), attrgetter("num_tokens")
 
 
+class OpenCounts:
+    """Counts of a model's open requests, in memory that the processes which serve it share.
+
+    Each process adds to a row of its own and reads the sums, so no lock is needed, and the row of one that has ended
+    can be cleared. Two processes that take the last place within the same microseconds may both get it.
+    """
+
+    OPEN, HELD_BYTES, ENTERED, USED_AT, READING, NUM_COLUMNS = range(6)
+
+    def __init__(self, memory: memoryview | None = None, own: int = 0) -> None:
+        self._values = memoryview(bytearray(8 * self.NUM_COLUMNS)).cast("q") if memory is None else memory
+        self._own = own * self.NUM_COLUMNS
+
+    @classmethod
+    def num_values(cls, num_processes: int) -> int:
+        return cls.NUM_COLUMNS * num_processes
+
+    def add(self, column: int, amount: int) -> None:
+        self._values[self._own + column] += amount
+
+    def set(self, column: int, value: int) -> None:
+        self._values[self._own + column] = value
+
+    def note_use(self) -> None:
+        self.set(self.USED_AT, time.monotonic_ns())
+
+    def own(self, column: int) -> int:
+        return self._values[self._own + column]
+
+    def each(self, column: int) -> list[int]:
+        return self._values[column :: self.NUM_COLUMNS].tolist()
+
+    def total(self, column: int) -> int:
+        return sum(self.each(column))
+
+    def clear(self, number: int) -> list[int]:
+        """Set the row of a process to zero, and return what it was."""
+        first = number * self.NUM_COLUMNS
+        row = self._values[first : first + self.NUM_COLUMNS]
+        was = row.tolist()
+        for column in range(self.NUM_COLUMNS):
+            row[column] = 0
+        return was
+
+
 class Permit:
     """One place among the open requests, held from construction until `release`. Further releases have no effect."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission: Admission | None = admission
         self._num_bytes = 0
-        admission.num_open += 1
+        admission.counts.add(OpenCounts.OPEN, 1)
 
     def release(self) -> None:
         if self._admission is not None:
-            self._admission.num_open -= 1
-            self._admission.num_held_bytes -= self._num_bytes
+            counts = self._admission.counts
+            counts.add(OpenCounts.OPEN, -1)
+            counts.add(OpenCounts.HELD_BYTES, -self._num_bytes)
             self._admission = None
 
     def hold(self, num_bytes: int) -> None:
         """Reserve bytes until the place is given back. Raises `Overloaded` if other requests hold too many."""
         assert self._admission is not None, "bytes cannot be reserved after release"
         self._admission.check_capacity(num_bytes)
-        self._admission.num_held_bytes += num_bytes
+        self._admission.counts.add(OpenCounts.HELD_BYTES, num_bytes)
         self._num_bytes = num_bytes
 
     def __enter__(self) -> Permit:
@@ -62,7 +108,7 @@ class Permit:
 
 
 class Admission:
-    """Admission control for one process; used on the event loop only.
+    """Admission control of a model, by counts that the processes which serve it share; used on the event loop only.
 
     Up to `max_running` requests may be computed and `max_waiting` more may queue. The next request is refused.
     """
@@ -72,15 +118,15 @@ class Admission:
         read_snapshot: Callable[[], EngineSnapshot],
         clock: Callable[[], float] = time.monotonic,
         reading_seconds: Callable[[], float] = lambda: 0.0,
+        counts: OpenCounts | None = None,
     ) -> None:
+        self.counts = counts or OpenCounts()
         self._read_snapshot = read_snapshot
         self._clock = clock
         self._reading_seconds = reading_seconds  # time until the texts of open requests are tokenized
         self.max_running = 1
         self.max_waiting = 0
-        self.num_open = 0
         self.max_held_bytes = 0  # limit on inputs and outputs of open requests; small bodies can produce large outputs
-        self.num_held_bytes = 0
         # (time sent, tokens to compute) of each request that no snapshot includes yet
         self._sent: deque[tuple[float, int]] = deque()
         self._prompt_tokens = _DEFAULT_LENGTH_TOKENS
@@ -92,6 +138,14 @@ class Admission:
     def open(self, max_running: int, max_waiting: int, max_held_bytes: int) -> None:
         self.max_running, self.max_waiting, self.max_held_bytes = max_running, max_waiting, max_held_bytes
 
+    @property
+    def num_open(self) -> int:
+        return self.counts.total(OpenCounts.OPEN)
+
+    @property
+    def num_held_bytes(self) -> int:
+        return self.counts.total(OpenCounts.HELD_BYTES)
+
     def permit(self) -> Permit:
         """Return a place from tokenization to the complete response. Raises `Overloaded` if all are taken."""
         if self.num_open >= self.max_running + self.max_waiting:
@@ -102,10 +156,11 @@ class Admission:
 
     def check_capacity(self, num_bytes: int) -> None:
         """Raise `Overloaded` if this request and the others hold too many bytes. One that is alone is never refused."""
-        if self.num_held_bytes and self.num_held_bytes + num_bytes > self.max_held_bytes:
+        held = self.num_held_bytes
+        if held and held + num_bytes > self.max_held_bytes:
             seconds = self.retry_after_seconds()
             sentence = (
-                f"Open requests and their responses hold {self.num_held_bytes / 2**20:.0f} MiB; {num_bytes / 2**20:.1f} MiB more "
+                f"Open requests and their responses hold {held / 2**20:.0f} MiB; {num_bytes / 2**20:.1f} MiB more "
                 f"exceed the limit. Try again in {seconds:.0f} s."
             )
             raise Overloaded(sentence, retry_after_seconds=seconds)

@@ -45,7 +45,7 @@ async def encode(opened: OpenRequest, model: ServedEncoder, request: EncodingReq
         texts = await client.read(size, tokenize_texts, model, request)
     lengths = tuple(len(text.token_ids) for text in texts)
     opened.num_prompt_tokens = sum(lengths)
-    opened.reserve(opened.num_prompt_tokens)
+    await opened.reserve(opened.num_prompt_tokens)
     opened.hold(size + _text_request_bytes(model, request.outputs, lengths))
     request_id = client.unique_id(request.request_id)
     command = Encode(request_id, texts, request.outputs, opened.arrived_at, request.normalize, request.dimensions)

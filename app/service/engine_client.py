@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +23,7 @@ from app.messages import Command, Event, GrammarSource, RequestFailed
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
 from app.metrics.steps import EngineSnapshot
-from app.service.admission import Admission
+from app.service.admission import Admission, OpenCounts
 from app.service.pictures import ReadPicture, check_pictures
 from app.service.requests import Picture
 from app.service.served_model import ServedDecoder, ServingLimits
@@ -60,18 +61,30 @@ class WorkerInterface(Protocol):
     def put(self, command: Command) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Which of the processes that serve a model this one is, and the requests that they count together."""
+
+    number: int = 0
+    num_processes: int = 1
+    counts: OpenCounts = field(default_factory=OpenCounts)
+
+
 class EngineClient:
     """Client of the worker, bound to the event loop that called `start`."""
 
-    def __init__(self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float], place: ProcessPlace | None = None
+    ) -> None:
+        place = place or ProcessPlace()
         self.worker, self.metrics, self.clock = worker, metrics, clock
         self.texts = TextPool()
         self._quick_grammars, self._slow_grammars, self._pictures = TextPool(), TextPool(), TextPool()
-        self.admission = Admission(lambda: worker.snapshot, clock, self.texts.wait_seconds)
+        self.admission = Admission(lambda: worker.snapshot, clock, self.texts.wait_seconds, place.counts)
         self.timeout_seconds = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
-        self._counter = count()
+        self._counter = count(place.number, place.num_processes)
         self._steps: deque[Sequence[Event]] = deque()
         self._is_woken = False
         self._writes: list[Callable[[], None]] = []
@@ -103,8 +116,17 @@ class EngineClient:
 
     @property
     def num_reading(self) -> int:
-        """Number of requests with a prompt or grammar that is read or waits for a thread."""
+        """Number of requests with a prompt or grammar that is read here or waits for a thread."""
         return sum(pool.num_requests for pool in self._pools)
+
+    @property
+    def num_reading_anywhere(self) -> int:
+        """The same of all processes; the others note it from time to time."""
+        counts = self.admission.counts
+        return self.num_reading + counts.total(OpenCounts.READING) - counts.own(OpenCounts.READING)
+
+    def note_reading(self) -> None:
+        self.admission.counts.set(OpenCounts.READING, self.num_reading)
 
     # ---- before a request is sent ----------------------------------------------------------------------------------
 
@@ -117,7 +139,11 @@ class EngineClient:
         if not pictures:
             return []
         reader = check_pictures(model.pictures, model.no_pictures, pictures)
-        return await self._run(self._pictures, sum(len(one.data) for one in pictures), reader.read, pictures)
+        try:
+            async with asyncio.timeout(self.timeout_seconds), reader.fetcher.fetched(pictures) as given:
+                return await self._pictures.run(sum(len(one.data) for one in given), reader.read, given)
+        except TimeoutError as error:
+            raise _slow_prompt() from error
 
     async def compile(self, model: ServedDecoder, source: GrammarSource | None) -> CompiledGrammar | None:
         """Compile a grammar; None stays None. A cancelled caller ends the compilation.
@@ -137,12 +163,15 @@ class EngineClient:
             async with asyncio.timeout(self.timeout_seconds):
                 return await pool.run(num_bytes, function, *arguments)
         except TimeoutError as error:
-            raise RequestTimeout("Reading the prompt took longer than the request timeout.") from error
+            raise _slow_prompt() from error
 
     # ---- requests that the worker has ------------------------------------------------------------------------------
 
     def unique_id(self, request_id: str) -> str:
-        """Return a request id that is unique in this process, whatever id the client sent."""
+        """Return a request id that is unique in all processes, whatever id the client sent.
+
+        The rest of its number, divided by the number of processes, is the number of this one.
+        """
         return f"{request_id}#{next(self._counter)}"
 
     def register(
@@ -215,6 +244,10 @@ class EngineClient:
 
     def _fail_open(self, error: RequestError) -> None:
         self._deliver([RequestFailed(request_id, error) for request_id in self._listeners])
+
+
+def _slow_prompt() -> RequestTimeout:
+    return RequestTimeout("Reading the prompt took longer than the request timeout.")
 
 
 def _give_way(niceness: int) -> None:

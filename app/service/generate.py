@@ -109,7 +109,7 @@ class OpenGeneration(OpenRequest):
             prompt = read_prompt(model, request)
         else:
             prompt = await client.read(size, read_prompt, model, request, pictures)
-        self.reserve(prompt.most_tokens(model.limits.max_model_len))
+        await self.reserve(prompt.most_tokens(model.limits.max_model_len))
         self._grammar = grammar = await client.compile(model, prompt.grammar)
         if prompt.num_scores or size > COUNTED_CHARACTERS or prompt.placed.vectors:
             self.hold(prompt.num_scores * SCORE_BYTES + size + prompt.placed.num_bytes)

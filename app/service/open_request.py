@@ -79,10 +79,10 @@ class OpenRequest:
         """Take a place among the open requests. Raises `Overloaded` if there is none."""
         self._permit = self.client.admission.permit()
 
-    def reserve(self, num_tokens: int) -> None:
+    async def reserve(self, num_tokens: int) -> None:
         """Reserve the most tokens that it may have in its client's account. Raises `RateLimited`."""
         if self.http.account is not None:
-            self.http.account.reserve(num_tokens)
+            await self.http.account.reserve(num_tokens)
             self._num_reserved += num_tokens
 
     def hold(self, num_bytes: int) -> None:

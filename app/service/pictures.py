@@ -16,6 +16,7 @@ from typing import Protocol
 
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.messages import FIRST_VECTOR_ID, NUM_VECTOR_IDS, PromptVectors
+from app.service.image_urls import ImageFetcher
 from app.service.requests import Picture
 
 _LOG = logging.getLogger(__name__)
@@ -82,10 +83,11 @@ class ChatPictureReader:
     """Reads pictures with a tower, which is loaded for the first one, and keeps the vectors of the latest ones.
 
     `report` gets whether a picture was known, and the seconds that its vectors took. `read` runs in one thread.
+    `image_hosts` are those from whose addresses pictures are fetched.
     """
 
-    def __init__(self, load: Callable[[], Tower], max_pictures: int) -> None:
-        self.max_pictures = max_pictures
+    def __init__(self, load: Callable[[], Tower], max_pictures: int, image_hosts: Sequence[str] = ()) -> None:
+        self.max_pictures, self.fetcher = max_pictures, ImageFetcher(image_hosts)
         self.report: Callable[[bool, float], None] = lambda is_known, seconds: None
         self._load = load
         self._lock = threading.Lock()
@@ -188,6 +190,9 @@ def _vector_ids(picture: ReadPicture) -> list[int]:
 
 
 def _decoded(picture: Picture) -> bytes:
+    assert not picture.is_url, "addresses are fetched first"
+    if isinstance(picture.data, bytes):
+        return picture.data
     try:
         return base64.b64decode(picture.data.strip(), validate=True)
     except (binascii.Error, ValueError) as error:

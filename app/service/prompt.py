@@ -22,7 +22,7 @@ from app.messages import (
     ThinkingLimit,
 )
 from app.service.pictures import PlacedPictures, ReadPicture, place_pictures, surrounded
-from app.service.requests import GenerationRequest, Infill, Tool
+from app.service.requests import MEDIA_MARKER, GenerationRequest, Infill, Tool
 from app.service.served_model import ServedDecoder, ServedEncoder, ServingLimits
 from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
 from app.text.chat import ChatOptions
@@ -229,6 +229,8 @@ def tokenize_prompt(
     if pictures:
         _check_with_pictures(request)
     wanted = _wanted_tokens(model.context, request)
+    if pictures and request.prompt is not None:
+        request = replace(request, prompt=_with_placeholders(request.prompt, pictures))
     field, ids = _prompt_ids(model, request, wanted, pictures)
     if wanted.truncates and wanted.number is not None:
         ids = ids[-wanted.number :] if wanted.keeps_end else ids[: wanted.number]
@@ -255,6 +257,16 @@ def _check_with_pictures(request: GenerationRequest) -> None:
             raise UnsupportedParameter(f"{name} cannot be combined with pictures: leave it out.", field=name)
 
 
+def _with_placeholders(prompt: str, pictures: Sequence[ReadPicture]) -> str:
+    """Return a prompt with the token that stands for a picture in place of each marker."""
+    if (count := prompt.count(MEDIA_MARKER)) != len(pictures):
+        raise InvalidRequest(
+            f"The prompt has {count} places for {len(pictures)} pictures: write {MEDIA_MARKER} for each.",
+            field="prompt",
+        )
+    return surrounded(prompt.replace(MEDIA_MARKER, pictures[0].placeholder), pictures)
+
+
 def prompt_size(request: GenerationRequest) -> int:
     """Return the prompt's characters or token ids, as a measure of the time to read it."""
     if request.messages is not None:
@@ -266,7 +278,10 @@ def prompt_size(request: GenerationRequest) -> int:
 
 def is_read_at_once(request: GenerationRequest, size: int) -> bool:
     """Return True if the prompt is a short text, which takes less time to read than to hand to a thread."""
-    others = request.messages, request.infill, request.grammar, request.tools, request.params.bad_words or None
+    others = (
+        *(request.messages, request.infill, request.grammar, request.tools),
+        *(request.params.bad_words or None, request.pictures or None),
+    )
     return size <= SHORT_CHARACTERS and others == (None,) * len(others)
 
 

@@ -11,12 +11,21 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import Protocol
 
 from app.errors import RateLimited
 
 SECONDS = 60.0
 # Clients that are remembered, at some 500 bytes each.
 MAX_CLIENTS = 10_000
+
+
+class ClientAccount(Protocol):
+    """What a client has used: `Account`, or one that another process keeps."""
+
+    async def reserve(self, num_tokens: int) -> None: ...
+
+    def settle(self, num_reserved: int, num_tokens: int) -> None: ...
 
 
 class Bucket:
@@ -60,7 +69,7 @@ class Account:
                 raise _limited("requests", self._requests.seconds_until(1.0, now))
             self._requests.take(1)
 
-    def reserve(self, num_tokens: int) -> None:
+    async def reserve(self, num_tokens: int) -> None:
         """Reserve the most tokens of a request until `settle`. Raises `RateLimited` if they do not fit."""
         if self._tokens is None:
             return
@@ -101,13 +110,13 @@ class RateLimiter:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def admit(self, client: Hashable) -> Account:
+    async def admit(self, client: Hashable) -> Account:
         """Take one request of the client and return its account. Raises `RateLimited`."""
-        account = self._account(client)
+        account = self.account(client)
         account.admit()
         return account
 
-    def _account(self, client: Hashable) -> Account:
+    def account(self, client: Hashable) -> Account:
         account = self._accounts.get(client)
         if account is not None:
             self._accounts.move_to_end(client)

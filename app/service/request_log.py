@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import quote
 
-from app.service.rate_limit import Account
+from app.service.rate_limit import ClientAccount
 from app.tracing.request_trace import RequestTrace
 
 REQUEST_LOGGER = "armature.requests"
@@ -30,7 +30,7 @@ class ClientRequest:
     several models, empty otherwise.
     """
 
-    account: Account | None = None
+    account: ClientAccount | None = None
     trace: RequestTrace | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0

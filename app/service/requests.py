@@ -41,12 +41,19 @@ class Infill:
     fits: bool = False
 
 
+MEDIA_MARKER = "<__media__>"  # the place of a picture in a `prompt`, as in llama.cpp
+
+
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of a message, in base64. `field` is its place in the body, for error messages."""
+    """A picture of a message: in base64, the bytes of its file, or with `is_url` its address.
 
-    data: str
+    `field` is its place in the body, for error messages.
+    """
+
+    data: str | bytes
     field: str
+    is_url: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class GenerationRequest:
     context, where the completion ends with the reason `length`. With `infill`, the completion fills the gap after the
     prompt. `model` is the name of the model or an adapter; None means the model. Keys and values of the prompt are
     shared only with requests of the same `cache_salt`. Reasoning is closed after `thinking_budget` tokens; None: never.
-    `pictures` are those of the parts {"type": "image"} of messages, in their order.
+    `pictures` are those of the parts {"type": "image"} of messages, or of `MEDIA_MARKER` in `prompt`, in their order.
     `task`, `source_lang` and `target_lang` are about the source text of a model with an encoder
     (`app/text/source_text.py`).
     """

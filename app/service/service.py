@@ -18,7 +18,7 @@ from app.metrics.steps import EngineSnapshot
 from app.metrics.vllm_names import vllm_metrics
 from app.service import encode
 from app.service.adapters import Adapters, AdapterStore
-from app.service.engine_client import EngineClient, WorkerInterface
+from app.service.engine_client import EngineClient, ProcessPlace, WorkerInterface
 from app.service.generate import OpenGeneration
 from app.service.open_request import OpenRequest
 from app.service.pictures import ReadPicture, place_pictures
@@ -58,15 +58,21 @@ class Service:
     Requests are refused as `NotReady` until `serve` was called and the worker is ready.
     """
 
-    def __init__(self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        worker: WorkerInterface,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        place: ProcessPlace | None = None,
+    ) -> None:
         self._worker = worker
-        self._client = client = EngineClient(worker, metrics, clock)
+        self._client = client = EngineClient(worker, metrics, clock, place)
         self._model: ServedModel | None = None
         self.adapters = Adapters(AdapterStore(), worker.put)
         self._stopping = False
         wait = client.admission.predicted_wait_seconds
-        metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait(), client.num_reading))
-        metrics.gauges(lambda: vllm_metrics(metrics, self.snapshot, client.num_reading, self._model_name()))
+        metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait(), client.num_reading_anywhere))
+        metrics.gauges(lambda: vllm_metrics(metrics, self.snapshot, client.num_reading_anywhere, self._model_name()))
 
     def _model_name(self) -> str:
         return "" if self._model is None else self._model.name
@@ -127,6 +133,10 @@ class Service:
     @property
     def snapshot(self) -> EngineSnapshot:
         return self._worker.snapshot
+
+    def note_reading(self) -> None:
+        """Let the other processes that serve the model see how many prompts are read here."""
+        self._client.note_reading()
 
     @property
     def num_open(self) -> int:

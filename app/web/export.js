@@ -1,7 +1,7 @@
 // Conversations as files: Markdown to read, JSON for programs.
 
 import { el } from "./dom.js";
-import { messageText } from "./files.js";
+import { messageContent, messageText } from "./files.js";
 import { titleOf } from "./history.js";
 
 const SPEAKERS = { user: "You", tool: "Result of a tool" };
@@ -14,7 +14,9 @@ export function asMarkdown(conversation) {
     if (lanes.length > 1) parts.push(`## Column ${index + 1}`);
     for (const turn of turns) {
       parts.push(`**${SPEAKERS[turn.role] ?? (model || "Answer")}**`);
-      if (turn.content || turn.files?.length) parts.push(messageText(turn));
+      for (const { name, picture } of turn.files ?? []) if (picture) parts.push(`*Picture: ${name}*`);
+      const text = messageText(turn);
+      if (text) parts.push(text);
       for (const { name, input } of turn.calls ?? []) parts.push(`Calls \`${name}\`:`, `\`\`\`json\n${input}\n\`\`\``);
       if (turn.error) parts.push(`*${turn.error}*`);
     }
@@ -38,7 +40,7 @@ function toMessage(turn) {
   const calls = turn.calls?.map(({ id, name, input }) => ({ id, type: "function", function: { name, arguments: input } }));
   return {
     role: turn.role,
-    content: messageText(turn),
+    content: messageContent(turn),
     ...(turn.call ? { tool_call_id: turn.call } : {}),
     ...(turn.reasoning ? { reasoning_content: turn.reasoning } : {}),
     ...(calls?.length ? { tool_calls: calls } : {}),

@@ -1,7 +1,7 @@
 // One answer of a language model: the request's body from a column's settings, and its stream as plain events.
 
 import { call, events } from "./api.js";
-import { messageText } from "./files.js";
+import { messageContent } from "./files.js";
 
 /** Fields of a column's settings: name in the API, label, kind, least, most, step, and a hint. */
 export const SAMPLING = [
@@ -80,15 +80,18 @@ function toMessages(turns) {
     if (turn.failed || turn.omitted || isEmpty) continue;
     const message = toMessage(turn);
     const last = messages.at(-1);
-    if (message.role === "user" && last?.role === "user") last.content += `\n\n${message.content}`;
+    if (message.role === "user" && last?.role === "user") last.content = joined(last.content, message.content);
     else messages.push(message);
   }
   return messages;
 }
 
+const parts = (content) => (typeof content === "string" ? [{ type: "text", text: content }] : content);
+const joined = (one, two) => (typeof one === "string" && typeof two === "string" ? `${one}\n\n${two}` : [...parts(one), ...parts(two)]);
+
 function toMessage(turn) {
   if (turn.role === "tool") return { role: "tool", tool_call_id: turn.call, content: turn.content };
-  const message = { role: turn.role, content: messageText(turn) };
+  const message = { role: turn.role, content: messageContent(turn) };
   if (turn.calls?.length) {
     message.tool_calls = turn.calls.map(({ id, name, input }) => ({
       id,

@@ -24,7 +24,7 @@ const FIRST = { decoder: "talk", encoder: "compare", program: "infer" };
 async function describeDecoder(info) {
   const props = await getJson("props").catch(() => ({}));
   const { name, num_parameters: parameters, max_model_len: context } = info.model;
-  return { name, parameters, context, defaults: info.sampling_defaults ?? {}, chats: Boolean(props.chat_template) };
+  return { name, parameters, context, defaults: info.sampling_defaults ?? {}, chats: Boolean(props.chat_template), seesPictures: Boolean(props.modalities?.vision) };
 }
 
 // ---- start ------------------------------------------------------------------------------------------------------------

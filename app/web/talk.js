@@ -36,7 +36,7 @@ export class TalkPage {
     this.box = el("textarea", { rows: "1", class: "message", dir: "auto", "aria-describedby": "composer-hint" });
     this.box.addEventListener("keydown", (event) => this.onKey(event));
     this.box.addEventListener("paste", (event) => this.takeFiles(event, event.clipboardData));
-    this.attachments = new Attachments(() => this.box.focus({ preventScroll: true }));
+    this.attachments = new Attachments(() => this.box.focus({ preventScroll: true }), () => this.noPictures());
     this.attachments.element.hidden = true;
     this.sendButton = iconButton("send", "Send", () => this.send(), { class: "primary" });
     this.stopButton = iconButton("stop", "Stop", () => this.stop(), { class: "danger", hidden: true, title: "Stop (Esc)" });
@@ -77,7 +77,7 @@ export class TalkPage {
       el(
         "div",
         { class: "composer-tools" },
-        iconButton("clip", "Attach", () => this.attachments.choose(), { class: "quiet", title: "Attach text files" }),
+        iconButton("clip", "Attach", () => this.attachments.choose(), { class: "quiet", title: this.model.seesPictures ? "Attach pictures and text files" : "Attach text files" }),
         this.attachments.input,
         this.modes,
         this.settingsButton,
@@ -87,6 +87,12 @@ export class TalkPage {
         this.stopButton,
       ),
     );
+  }
+
+  /** Return why no picture is taken, or nothing. */
+  noPictures() {
+    if (!this.model.seesPictures) return `${this.model.name} reads text alone`;
+    return this.conversation.mode === "chat" ? "" : "a text that is continued has none: choose Chat";
   }
 
   shown() {
@@ -158,6 +164,7 @@ export class TalkPage {
   setMode(mode) {
     if (mode === this.conversation.mode) return;
     this.conversation.mode = mode;
+    this.attachments.set(this.attachments.files.filter(({ picture }) => !picture));
     this.open({ mode, lanes: this.lanes.map(({ settings }) => ({ settings, turns: [] })) });
   }
 
@@ -225,8 +232,8 @@ export class TalkPage {
 
   /** What an empty column shows: which model this is, and examples. */
   welcome() {
-    const { name, parameters, context } = this.model;
-    const about = [parameters && `${count(parameters)} parameters`, context && `a context of ${number(context)} tokens`].filter(Boolean);
+    const { name, parameters, context, seesPictures } = this.model;
+    const about = [parameters && `${count(parameters)} parameters`, context && `a context of ${number(context)} tokens`, seesPictures && "reads pictures"].filter(Boolean);
     const example = (text) => button(text, () => this.send(text), { class: "example" });
     return el(
       "div",
@@ -294,7 +301,8 @@ export class TalkPage {
   }
 
   takeFiles(event, data) {
-    if (!data?.files.length) return;
+    // What a table or a text editor copies has a picture of the text too.
+    if (!data?.files.length || (event.type === "paste" && data.types.includes("text/plain"))) return;
     event.preventDefault();
     this.attachments.take([...data.files]);
   }
@@ -336,10 +344,12 @@ export class TalkPage {
     const { conversation } = this;
     const isUnsaved = conversation.isChanged || conversation.keeping || conversation.timer || this.isBusy;
     if (isUnsaved && conversation.lanes.some((lane) => lane.turns.length)) leaveUnsaved(stateOf(conversation));
-    try {
-      sessionStorage.setItem(DRAFT_KEY, JSON.stringify({ text: this.box.value, files: this.attachments.files }));
-    } catch {
-      // Its files are too large for the tab's storage.
+    for (const files of [this.attachments.files, []]) {
+      try {
+        return sessionStorage.setItem(DRAFT_KEY, JSON.stringify({ text: this.box.value, files }));
+      } catch {
+        // Its files are too large for the tab's storage: the text alone is kept.
+      }
     }
   }
 

@@ -158,6 +158,11 @@ class ArmatureClient:
             raise MeasurementFailed(f"asked for {max_tokens} tokens, the server sent {stream.num_tokens}")
         return stream
 
+    async def ask_about(self, picture: str, question: str, max_tokens: int) -> StreamTiming:
+        """Ask a question about a picture, a data URL, and return the greedy answer's stream."""
+        ask = StreamRequest(question, max_tokens, picture=picture)
+        return await stream_request(self.wire, GENERATE_DIALECTS["openai"], ask)
+
 
 @asynccontextmanager
 async def concurrent_tasks() -> AsyncIterator[asyncio.TaskGroup]:

@@ -16,12 +16,16 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
-    """One greedy generation request. `prompt` is token ids if client and server support them, else text."""
+    """One greedy generation request. `prompt` is token ids if client and server support them, else text.
+
+    `picture` is the data URL of one before the text, which only chats have.
+    """
 
     prompt: str | list[int]
     max_tokens: int
     ignore_eos: bool = True
     model: str | None = None
+    picture: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,11 @@ def _completions_body(ask: StreamRequest) -> Json:
 
 
 def _chat_body(ask: StreamRequest) -> Json:
-    return _openai_body(ask) | {"messages": [{"role": "user", "content": ask.prompt}]}
+    content: Any = ask.prompt
+    if ask.picture is not None:
+        picture = {"type": "image_url", "image_url": {"url": ask.picture}}
+        content = [picture, {"type": "text", "text": ask.prompt}]
+    return _openai_body(ask) | {"messages": [{"role": "user", "content": content}]}
 
 
 def _choice(event: Json) -> Json:

@@ -78,4 +78,7 @@ class GenerateBench:
         return stream_record(answered, started)
 
     def details(self) -> dict[str, Any]:
-        return {"prompt_tokens": str(self.workload.prompt_tokens), "max_tokens": str(self.workload.max_tokens)}
+        image = self.workload.image
+        pictures = {} if image is None else {"image": "x".join(map(str, image))}
+        lengths = {"prompt_tokens": str(self.workload.prompt_tokens), "max_tokens": str(self.workload.max_tokens)}
+        return lengths | pictures

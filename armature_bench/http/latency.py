@@ -1,6 +1,7 @@
 """Effects of one request on others over HTTP.
 
-Measures running streams while a long prompt arrives, and a second request that shares a prefix with the first.
+Measures running streams while a long prompt or pictures arrive, and a second request that shares a prefix or a picture
+with the first.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import Awaitable, Callable
 
 from armature_bench.console import AdvanceProgress, Figure, MeasurementFailed, percentile
 from armature_bench.http.client import ArmatureClient, StreamTiming, concurrent_tasks
-from armature_bench.http.workload import TokenPrompts
+from armature_bench.http.workload import Pictures, TokenPrompts
 
 NUM_STREAMS = 4
 STREAM_PROMPT_TOKENS = 64
@@ -20,6 +22,9 @@ QUIET_CHUNKS = 40  # chunks of each stream before the long prompt is sent
 TAIL_TOKENS = 16
 ITL_TARGET = 3.0
 PREFIX_TARGET = 0.15
+NUM_PICTURES = 3  # that arrive one by one beside the streams
+PICTURE_TOKENS = 8  # of an answer: the first tokens of some models have no text
+PICTURE_TARGET, PICTURE_ITL_TARGET = 0.1, 2.0
 
 
 async def inter_token_latency(
@@ -30,7 +35,9 @@ async def inter_token_latency(
     quiet: list[float] = []
     disturbed: list[float] = []
     for number in range(rounds):
-        before, during = await _one_arrival(client, prompts, prompt_tokens)
+        before, during = await _one_arrival(
+            client, prompts, lambda: client.generate(prompts.prompt(prompt_tokens), 1), "the long prompt"
+        )
         quiet += before
         disturbed += during
         advance(f"arrival {number + 1} of {rounds}")
@@ -51,8 +58,9 @@ async def inter_token_latency(
 
 
 async def _one_arrival(
-    client: ArmatureClient, prompts: TokenPrompts, prompt_tokens: int
+    client: ArmatureClient, prompts: TokenPrompts, arrive: Callable[[], Awaitable[StreamTiming]], what: str
 ) -> tuple[list[float], list[float]]:
+    """Return the gaps of running streams before `arrive`, and from then until the first token of what it returns."""
     counts = [0] * NUM_STREAMS
     warm, over = asyncio.Event(), asyncio.Event()
 
@@ -67,7 +75,7 @@ async def _one_arrival(
         answer = await client.generate(prompt, STREAM_MAX_TOKENS, lambda _: should_continue(index))
         if not over.is_set():
             raise MeasurementFailed(
-                f"a stream of {STREAM_MAX_TOKENS} tokens ended in {counts[index]} chunks before the long prompt was answered"
+                f"a stream of {STREAM_MAX_TOKENS} tokens ended in {counts[index]} chunks before {what} was answered"
             )
         return answer
 
@@ -75,7 +83,7 @@ async def _one_arrival(
         await warm.wait()
         sent = time.perf_counter()
         try:
-            answer = await client.generate(prompts.prompt(prompt_tokens), 1)
+            answer = await arrive()
         finally:
             over.set()
         return sent, answer.chunks[0][0]
@@ -87,8 +95,60 @@ async def _one_arrival(
     streams = [task.result() for task in running]
     during = [gap for each in streams for gap in each.gaps(since=sent, until=answered)]
     if not during:
-        raise MeasurementFailed("the long prompt was answered between two tokens of the streams: use a longer prompt")
+        raise MeasurementFailed(f"{what} was answered between two tokens of the streams: use a larger one")
     return [gap for each in streams for gap in each.gaps(until=sent)], during
+
+
+async def pictures(
+    client: ArmatureClient, size: tuple[int, int], rounds: int, advance: AdvanceProgress
+) -> list[Figure]:
+    """Measure the time to first token of a question about a picture, of a second one about it, and running streams beside."""
+    prompts, source = await client.token_prompts(), Pictures(*size)
+    await client.ask_about(source.url(), "What is it?", PICTURE_TOKENS)  # it loads the tower
+    firsts: list[float] = []
+    seconds: list[float] = []
+    quiet: list[float] = []
+    disturbed: list[float] = []
+
+    async def several() -> StreamTiming:
+        answers = [await client.ask_about(source.url(), "What is it?", PICTURE_TOKENS) for _ in range(NUM_PICTURES)]
+        return answers[-1]
+
+    for number in range(rounds):
+        picture = source.url()
+        for samples, question in ((firsts, "What is in this picture?"), (seconds, "Which colors has it?")):
+            answer = await client.ask_about(picture, question, PICTURE_TOKENS)
+            samples.append(answer.time_to_first_token)
+        before, during = await _one_arrival(client, prompts, several, "the last picture")
+        quiet += before
+        disturbed += during
+        advance(f"pictures {number + 1} of {rounds}")
+    ratios = [second / first for first, second in zip(firsts, seconds, strict=True)]
+    calm, worst = percentile(quiet, 0.99), percentile(disturbed, 0.99)
+    return [
+        Figure(f"TTFT, a picture of {source}", statistics.median(firsts) * 1e3, "ms", p99=max(firsts) * 1e3),
+        Figure(
+            "TTFT, a second question about it",
+            statistics.median(seconds) * 1e3,
+            "ms",
+            p99=max(seconds) * 1e3,
+            ratio=statistics.median(ratios),
+            against="the first question, median of pairs",
+            target=PICTURE_TARGET,
+            at_most=True,
+        ),
+        Figure(f"ITL, {NUM_STREAMS} streams undisturbed", statistics.median(quiet) * 1e3, "ms", p99=calm * 1e3),
+        Figure(
+            f"ITL, {NUM_STREAMS} streams while pictures arrive",
+            statistics.median(disturbed) * 1e3,
+            "ms",
+            p99=worst * 1e3,
+            ratio=worst / calm,
+            against="p99 / undisturbed p99",
+            target=PICTURE_ITL_TARGET,
+            at_most=True,
+        ),
+    ]
 
 
 async def shared_prefix(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from armature_bench.console import AdvanceProgress, BenchOutcome, Figure, MeasurementFailed, progress
-from armature_bench.http.latency import inter_token_latency, shared_prefix
+from armature_bench.http.latency import inter_token_latency, pictures, shared_prefix
 from armature_bench.http.loops import LoadRun, RunLimits, ServerRuns
 from armature_bench.http.overhead import (
     NUM_FAST_STREAMS,
@@ -269,8 +269,9 @@ class ServerBenchJob:
     """One run of a bench over HTTP.
 
     `flags` are passed to `armature serve` for a new server; `url` is a server that already runs. `tokens` is the length
-    of the long prompt or of the prefix. Memory is compared with `weight_bytes` and `kv_bytes_per_token`. A simulated
-    server has the tokenizer of the checkpoint `tokenizer`; None: there is none.
+    of the long prompt or of the prefix, `image` the width and height of pictures. Memory is compared with
+    `weight_bytes` and `kv_bytes_per_token`. A simulated server has the tokenizer of the checkpoint `tokenizer`; None:
+    there is none.
     """
 
     bench: str
@@ -282,6 +283,7 @@ class ServerBenchJob:
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     tokenizer: Path | None = None
+    image: tuple[int, int] = (0, 0)
 
 
 def measure_server(job: ServerBenchJob) -> BenchOutcome:
@@ -292,7 +294,7 @@ def measure_server(job: ServerBenchJob) -> BenchOutcome:
         "wait": 1 + len(LOAD_FRACTIONS) * job.rounds,
         "overhead": job.rounds
         if job.tokenizer is None
-        else job.rounds + len(PLACES) * (job.rounds + len(NUM_FAST_STREAMS)) + NUM_SHORT_REQUESTS,
+        else len(PLACES) * (job.rounds + len(NUM_FAST_STREAMS)) + NUM_SHORT_REQUESTS,
     }
     units = special.get(job.bench, job.rounds)
     with progress(units, f"bench {job.bench}") as advance, event_loop() as runner:
@@ -316,10 +318,11 @@ async def _measured_figures(job: ServerBenchJob, advance: AdvanceProgress) -> Se
 
 # Default flags of a new server. Reported capacity excludes speculation, because its gain depends on the text. With
 # speculation, several tokens arrive at once with long gaps in between. These would hide the gaps that prompts cause.
-_DEFAULT_FLAGS: Mapping[str, tuple[str, ...]] = dict.fromkeys(("wait", "itl"), ("--speculation=off",))
+_DEFAULT_FLAGS: Mapping[str, tuple[str, ...]] = dict.fromkeys(("wait", "itl", "pictures"), ("--speculation=off",))
 
 SERVER_BENCHES: Mapping[str, Callable[[BenchServer, ServerBenchJob, AdvanceProgress], Awaitable[Sequence[Figure]]]] = {
     "itl": lambda server, job, advance: inter_token_latency(server.client, job.tokens, job.rounds, advance),
+    "pictures": lambda server, job, advance: pictures(server.client, job.image, job.rounds, advance),
     "prefix": lambda server, job, advance: shared_prefix(server.client, job.tokens, job.rounds, advance),
     "memory": lambda server, job, advance: resident_memory(server, job.weight_bytes, job.kv_bytes_per_token, advance),
     "wait": lambda server, job, advance: capacity_and_wait(server.client, job.rounds, advance),

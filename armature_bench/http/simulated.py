@@ -2,9 +2,9 @@
 
 The engine makes a token with one space for each open request at fixed intervals, and computes nothing, so the figures
 are the cost of the way from the sockets to the worker and back. An encoder answers with random vectors. `armature bench
-overhead` starts the server as a child process: `python -m armature_bench.http.simulated MODEL thread|process`, where
-the last word says where the engine runs. It prints its port; for each line on standard input it prints a line of JSON
-with counters.
+overhead` starts the server as a child process: `python -m armature_bench.http.simulated MODEL PLACE`, where the last
+word says where the engine runs: in a `thread`, in a `process`, or in one that `two` API processes share. It prints its
+port; for each line on standard input it prints a line of JSON with counters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from app.messages import (
     Abort,
     Array,
     ArraysReady,
+    Command,
     Encode,
     Event,
     Generate,
@@ -46,13 +47,16 @@ from app.metrics.load_progress import LoadProgress
 from app.metrics.step_monitor import StepBegin, StepRecorder
 from app.metrics.steps import EngineSnapshot, StepStats
 from app.models.encoders.config import EncoderConfig
+from app.server.api_processes import ApiProcesses
 from app.server.app import create_app
-from app.server.channel import Channel, Output, Pickled
+from app.server.channel import Pickled
 from app.server.engine_child import HostedEngine, fail
+from app.server.engine_clients import EngineClients
 from app.server.engine_host import EngineReady, HostMessage
 from app.server.engine_process import EngineProcess
 from app.server.log_output import log_to_stderr
 from app.server.process import server_config
+from app.server.startup import ModelFront, ServedDescription
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServingLimits
 from app.service.service import Service
 from app.settings import Settings, load_settings
@@ -154,56 +158,82 @@ class _Recipe:
     def log_level(self) -> str:
         return "info"
 
-    def make(self, channel: Channel, began: StepBegin) -> HostedEngine:
-        return _HostedSimulation(SimulatedEngine(self.token_ids, self.vector_size), channel)
+    def make(self, clients: EngineClients, began: StepBegin) -> HostedEngine:
+        return _HostedSimulation(SimulatedEngine(self.token_ids, self.vector_size), clients)
 
 
 class _HostedSimulation:
     """The simulated engine in a process of its own."""
 
-    def __init__(self, engine: SimulatedEngine, channel: Channel) -> None:
-        self._engine, self._channel = engine, channel
-        self._worker = Worker(self._build)
+    def __init__(self, engine: SimulatedEngine, clients: EngineClients) -> None:
+        self._engine, self._clients = engine, clients
+        self._worker = Worker(self._build, mailbox=clients)
 
     def _build(self, report: Callable[[str | LoadProgress], None]) -> Engine:
-        self._channel.send(Pickled.of(EngineReady(self._engine.snapshot())))
+        self._clients.main.send(Pickled.of(EngineReady(self._engine.snapshot())))
         return self._engine
 
     def worker(self) -> tuple[Worker, Callbacks]:
-        return self._worker, Callbacks(self._send, lambda error: fail(self._channel, error))
+        return self._worker, Callbacks(self._send, lambda error: fail(self._clients.main, error))
 
     def _send(self, events: list[Event], snapshot: EngineSnapshot, stats: StepStats | None) -> None:
-        self._channel.send(Output(events, snapshot, stats, time.time()))
+        self._clients.send(events, snapshot, stats, time.time())
 
-    def take(self, command: Any) -> None:
+    def take(self, command: Any) -> Command | None:
         if isinstance(command, _SetRate):
             self._engine.rate = command.rate
-        else:
-            self._worker.put(command)
+            return None
+        taken: Command = command
+        return taken
 
-    def stop_loading(self) -> None: ...
+
+@dataclass(frozen=True, slots=True)
+class _ServedSimulation:
+    """The model, for an API process beside the main one."""
+
+    checkpoint: Path
+
+    def serve(self, front: ModelFront) -> None:
+        front.model, _ = _served(self.checkpoint)
+        front.service.serve(front.model)
+
+    def describe(self) -> ServedDescription:
+        return ServedDescription(_MODEL, "decoder", frozenset({"generate"}), 2 * STREAM_TOKENS)
 
 
 class _Simulation:
     """The serving half: the worker in a thread or in a process, with the service and the counters."""
 
-    def __init__(self, checkpoint: Path, in_process: bool) -> None:
+    def __init__(self, checkpoint: Path, place: str, settings: Settings) -> None:
         self._model, recipe = _served(checkpoint)
+        self._start = _ServedSimulation(checkpoint)
         self.num_tokens = 0
         self.metrics = Metrics()
         recorder = StepRecorder(self.metrics)
         self._engine = SimulatedEngine(recipe.token_ids, recipe.vector_size)
+        self.processes = ApiProcesses(2, settings, [settings], is_single=True) if place == "two" else None
+        self._beside = None if self.processes is None else self.processes.beside(0)
+        address = "" if self._beside is None else self._beside.address
         self.worker: Worker | EngineProcess = (
-            EngineProcess(lambda: recipe, self._take, recorder, self._fail, _MODEL)
-            if in_process
-            else Worker(self._build)
+            Worker(self._build)
+            if place == "thread"
+            else EngineProcess(lambda: recipe, self._take, recorder, self._fail, _MODEL, address)
         )
-        self.service = Service(self.worker, self.metrics)
+        self.service = Service(self.worker, self.metrics, place=None if self._beside is None else self._beside.place)
+
+    @property
+    def reported_metrics(self) -> Mapping[int, Metrics]:
+        return {0: self.metrics}
+
+    def runtime(self) -> ApiRuntime:
+        return ApiRuntime(self.service, self.metrics, self, dict, 1)
 
     def _build(self, report: Callable[[str | LoadProgress], None]) -> Engine:
         return self._engine
 
-    def _take(self, message: HostMessage) -> None: ...
+    def _take(self, message: HostMessage) -> None:
+        if self._beside is not None:
+            self._beside.on_ready(self._start)
 
     def _fail(self, error: BaseException) -> None:
         os._exit(1)
@@ -235,6 +265,8 @@ class _Simulation:
         seconds = time.process_time()
         if isinstance(self.worker, EngineProcess):
             seconds += _cpu_seconds(self.worker.pid)
+        for each in self.processes.others if self.processes is not None else ():
+            seconds += _cpu_seconds(each.pid)
         return {"loop": time.thread_time(), "process": seconds, "tokens": self.num_tokens}
 
 
@@ -259,7 +291,7 @@ def _cpu_seconds(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def serve(checkpoint: Path, in_process: bool) -> None:
+def serve(checkpoint: Path, place: str) -> None:
     """Serve until standard input ends."""
     sys.setswitchinterval(SWITCH_SECONDS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the plan sets it
@@ -267,13 +299,16 @@ def serve(checkpoint: Path, in_process: bool) -> None:
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         with redirect_stderr(nowhere):
             log_to_stderr(settings)  # a line for each request is part of its cost
-        _serve(settings, _Simulation(checkpoint, in_process))
+        _serve(settings, _Simulation(checkpoint, place, settings))
 
 
 def _serve(settings: Settings, simulation: _Simulation) -> None:
-    runtime = ApiRuntime(simulation.service, simulation.metrics, simulation, dict, 1)
-    server = uvicorn.Server(server_config(create_app(runtime), settings))
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    if (processes := simulation.processes) is None:
+        app = create_app(simulation.runtime())
+    else:
+        app, processes.sockets = processes.application(simulation), (listener,)
+    server = uvicorn.Server(server_config(app, settings))
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
@@ -288,8 +323,11 @@ def _serve(settings: Settings, simulation: _Simulation) -> None:
             loop.call_soon_threadsafe(setattr, server, "should_exit", True)
 
         threading.Thread(target=listen, daemon=True).start()
+        serving = loop.create_task(server.serve([listener]))
+        while processes is not None and not (processes.others and all(each.served for each in processes.others)):
+            await asyncio.sleep(0.01)
         print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
-        await server.serve([listener])
+        await serving
 
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(run())
@@ -298,4 +336,4 @@ def _serve(settings: Settings, simulation: _Simulation) -> None:
 if __name__ == "__main__":
     from armature_bench.http import simulated  # the engine's process finds the classes by this name
 
-    simulated.serve(Path(sys.argv[1]), sys.argv[2:] == ["process"])
+    simulated.serve(Path(sys.argv[1]), sys.argv[2])

@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from armature_bench.console import Figure, percentile
@@ -20,7 +20,7 @@ from armature_bench.http.client import StreamTiming, stream_request
 from armature_bench.http.dialects import GenerateDialect, StreamRequest
 from armature_bench.http.loops import LoadRun, RunLimits, ServerRuns
 from armature_bench.http.wire import HttpClient, HttpRequestFailed
-from armature_bench.http.workload import FREQUENT_WORDS, TextPrompts, TokenPrompts, UniformLengths
+from armature_bench.http.workload import FREQUENT_WORDS, Pictures, TextPrompts, TokenPrompts, UniformLengths
 
 WARM_UP_TOKENS = 16
 
@@ -31,6 +31,7 @@ class GenerateWorkload:
     max_tokens: UniformLengths
     ignore_eos: bool = True
     seed: int = 0
+    image: tuple[int, int] | None = None  # width and height of a picture in each request
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class GenerateTraffic:
         self._wire, self._dialect, self._model, self._prompts = wire, dialect, model, prompts
         self._workload = wanted
         self._random = random.Random(wanted.seed)
+        self._pictures = None if wanted.image is None else Pictures(*wanted.image, wanted.seed)
 
     async def run_closed_loop(self, run: GenerateRun, num_clients: int, bounds: RunLimits) -> None:
         await loops.run_closed_loop(run, num_clients, bounds, self._one)
@@ -77,7 +79,7 @@ class GenerateTraffic:
     async def warm_up(self, num_requests: int, max_tokens: int = WARM_UP_TOKENS) -> None:
         """Send concurrent requests that are not recorded. Errors are ignored: they will occur again when measured."""
         asks = [self._ask() for _ in range(num_requests)]
-        short = [StreamRequest(ask.prompt, min(max_tokens, ask.max_tokens), ask.ignore_eos, ask.model) for ask in asks]
+        short = [replace(ask, max_tokens=min(max_tokens, ask.max_tokens)) for ask in asks]
         await asyncio.gather(*(stream_request(self._wire, self._dialect, ask) for ask in short), return_exceptions=True)
 
     async def _one(self, run: GenerateRun, client: int, intended: float) -> GenerateTiming:
@@ -89,7 +91,8 @@ class GenerateTraffic:
     def _ask(self) -> StreamRequest:
         wanted = self._workload
         prompt = self._prompts.prompt(wanted.prompt_tokens.draw(self._random))
-        return StreamRequest(prompt, wanted.max_tokens.draw(self._random), wanted.ignore_eos, self._model)
+        picture = None if self._pictures is None else self._pictures.url()
+        return StreamRequest(prompt, wanted.max_tokens.draw(self._random), wanted.ignore_eos, self._model, picture)
 
 
 FEW_WORDS, MORE_WORDS = 16, 80  # lengths of the two probe prompts

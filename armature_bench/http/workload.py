@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import struct
+import zlib
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -51,6 +54,28 @@ class TextPrompts:
 
     def words(self, num_words: int) -> str:
         return " ".join(self._random.choices(self._words, k=num_words))
+
+
+class Pictures:
+    """Source of pictures of one size, as data URLs of PNG files. No two are the same."""
+
+    def __init__(self, width: int, height: int, seed: int = 0) -> None:
+        self._width, self._height, self._random = width, height, random.Random(seed)
+
+    def __str__(self) -> str:
+        return f"{self._width}x{self._height}"
+
+    def url(self) -> str:
+        """Return a picture of stripes in random colors, whose file is small."""
+        filter_kind = b"\0"  # of a row: none
+        rows = (filter_kind + self._random.randbytes(3) * self._width for _ in range(self._height))
+        head = struct.pack(">IIBBBBB", self._width, self._height, 8, 2, 0, 0, 0)  # 8 bits, RGB
+        chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(b"".join(rows))), (b"IEND", b""))
+        file = b"\x89PNG\r\n\x1a\n" + b"".join(
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            for kind, data in chunks
+        )
+        return "data:image/png;base64," + b64encode(file).decode()
 
 
 @dataclass(frozen=True, slots=True)

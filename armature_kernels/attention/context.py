@@ -25,7 +25,6 @@ class AttentionSpec:
     to p + window // 2.
     `distance_bias` [heads, 2 * n + 1] FP32 is added to the scores: column n + key position - query
     position. The outermost columns serve larger distances.
-    `filters` [width, channels] FP32: a short convolution takes the place of attention (convolution.py).
     `slopes` [heads] FP32 times key position - query position is added to the scores (ALiBi, arXiv 2108.12409).
     `sinks` [heads] FP32 are the scores of a further position that every query sees and whose value is zero.
     `sees_blocks`: tokens of a block of the step, such as a picture, see each other in both directions, in the window.
@@ -37,7 +36,6 @@ class AttentionSpec:
     _: KW_ONLY
     bidirectional: bool = False
     distance_bias: Tensor | None = None
-    filters: Tensor | None = None
     slopes: Tensor | None = None
     sinks: Tensor | None = None
     sees_blocks: bool = False
@@ -72,6 +70,10 @@ class AttendWithStates(Attend, Protocol):
 
     def recur(self, layer: int, inputs: RecurrentInputs, recurrence: Recurrence) -> Tensor:
         """Return the result fp32 [tokens, heads * value_size] of a layer, counted among those with a state."""
+        ...
+
+    def convolve(self, layer: int, x: Tensor, filters: Tensor) -> Tensor:
+        """Return the result fp32 [tokens, channels] of a short convolution, counted among the layers with a state."""
         ...
 
 

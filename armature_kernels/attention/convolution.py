@@ -1,11 +1,10 @@
-"""Short convolutions, as in LFM2: each channel is filtered over the last positions of its sequence.
+"""Short convolutions with a state, as in LFM2: each channel is filtered over the last positions of its sequence.
 
-Their inputs are cached like keys and values, a row for each token: the channels are the keys of all heads, then their
-values. So a prefix that sequences share, a preempted sequence and a rejected draft token need nothing of their own. A
-gate for each channel takes the place of the query.
+Their inputs are products of two parts of a row, a third part gates the result. The state has the last inputs, as that of the
+convolution before a recurrence (recurrence.py), and goes on after draft tokens in the same way.
 
-`csrc/convolve.h` has the kernels of a CPU. The functions whose names end in `_torch` are the reference implementation and
-serve elsewhere.
+`csrc/recur.h` has the kernel of a CPU. The function whose name ends in `_torch` is the reference implementation and serves
+elsewhere.
 """
 
 from __future__ import annotations
@@ -15,80 +14,60 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from armature_kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, supports_kv
-from armature_kernels.attention.paged import PAGE_TOKENS, PagedStep
+from armature_kernels.attention.recurrence import StateRun, StateStep
 from armature_kernels.linear.activations import ROW_DTYPES
-from armature_kernels.native.arguments import ConvolveArguments, ConvolvedRowsArguments, OpCode
+from armature_kernels.native.arguments import OpCode, RecurInputsArguments
 from armature_kernels.native.memory import empty
 from armature_kernels.native.operations import has_kernel, run_operation
 
-_MAX_HEAD_DIM = 512  # csrc/turn.h
 
-
-def convolved_rows(x: Tensor) -> Tensor:
-    """Return (b, a * c) [tokens, 2 * size] of x = (a, b, c) [tokens, 3 * size]: gates, and what is cached."""
-    plain = x.dtype in ROW_DTYPES and x.stride(1) == 1 and x.device.type == "cpu"
-    if not (plain and has_kernel(OpCode.CONVOLVED_ROWS)):
-        return convolved_rows_torch(x)
-    rows, size = len(x), x.shape[1] // 3
-    out = empty((rows, 2 * size), x.dtype)
-    arguments = ConvolvedRowsArguments(x.data_ptr(), out.data_ptr(), x.stride(0), rows, size, x.dtype == torch.float32)
-    run_operation(arguments, out.numel())
-    return out
-
-
-def convolved_rows_torch(x: Tensor) -> Tensor:
-    """Compute the rows by torch."""
-    first, second, third = x.chunk(3, -1)
-    return torch.cat((second, first * third), -1)
-
-
-def convolve(query: Tensor, kv: KvRows, step: AttentionStep, filters: Tensor) -> Tensor:
-    """Return query * the filtered channels, in the shape and dtype of query [tokens, heads, head_dim].
+def convolve(
+    x: Tensor, filters: Tensor, states: Tensor, step: StateStep, kept: Tensor | None = None, gated: bool = True
+) -> Tensor:
+    """Return b * the filtered a * c, fp32 [tokens, channels], of x = (a, b, c), and change the step's states.
 
     Args:
-        query: The gates; all channels of the cached rows.
-        kv: The cached rows of the layer, with those of this step.
-        step: The sequences of the step.
+        x: The tokens of the step, [tokens, 3 * channels].
         filters: fp32 [width, channels]; the last one is that of a token's own position.
+        states: The layer's states of all slots, fp32 [slots, state_elements].
+        step: The sequences.
+        kept: fp32 [tokens, channels], which gets a * c of runs with drafts; None if the step has none.
+        gated: False: x is a * c, fp32 [tokens, channels]; only the states are of use.
     """
-    tokens, blocks, head_dim = query.shape
-    plain = supports_kv(query.dtype, kv) and query.stride(2) == 1 and query.stride(1) == head_dim <= _MAX_HEAD_DIM
-    if not (plain and has_kernel(OpCode.CONVOLVE)):
-        return convolve_torch(query, kv, step.rows, filters)
-    out = empty((tokens, blocks, head_dim), query.dtype)
-    sizes = (query.stride(0), blocks * head_dim, blocks // 2, head_dim, len(filters), query.dtype == torch.float32)
-    addresses = (query.data_ptr(), out.data_ptr(), step.address, kv.addresses(), filters.data_ptr())
-    run_operation(ConvolveArguments(*addresses, *sizes))
+    width, channels = filters.shape
+    plain = x.dtype in ROW_DTYPES and x.stride(1) == 1 and x.device.type == "cpu"
+    if not (plain and has_kernel(OpCode.RECUR_INPUTS)):
+        return convolve_torch(x, filters, states, step.runs, kept, gated)
+    out = empty((len(x), channels), torch.float32)
+    rows = (x.data_ptr(), None, None, step.address, out.data_ptr(), None, states.data_ptr())
+    weights = (None if kept is None else kept.data_ptr(), filters.data_ptr(), None, None, None)
+    sizes = (x.stride(0), 0, states.stride(0), channels, 0, width, x.dtype == torch.float32, False, gated)
+    run_operation(RecurInputsArguments(*rows, *weights, *sizes, 0.0, 0.0, 0.0, 0.0), out.numel())
     return out
 
 
-def convolve_torch(query: Tensor, kv: KvRows, rows: Sequence[AttentionSequence], filters: Tensor) -> Tensor:
-    """Convolve the sequences of a step on a CPU by torch."""
-    result, width = torch.empty_like(query), len(filters)
-    for row in rows:
-        parts = [torch.cat(kv.read(run.first, run.num_tokens), 1).flatten(1).float() for run in row.runs]
-        context = torch.cat([parts[0].new_zeros(width - 1, parts[0].shape[1]), *parts])
-        windows = context[row.start :].unfold(0, width, 1).transpose(1, 2)
-        own = slice(row.first, row.first + row.num_tokens)
-        result[own] = (gated(query[own], windows, filters)).to(query.dtype)
-    return result
-
-
-def gated(query: Tensor, windows: Tensor, filters: Tensor) -> Tensor:
-    """Return query [tokens, heads, head_dim] times the sums of windows [tokens, width, channels] fp32 times filters."""
-    return query.float() * (windows * filters).sum(1).view(query.shape)
-
-
-def paged_convolve_torch(query: Tensor, kv: KvRows, step: PagedStep, filters: Tensor) -> Tensor:
-    """Convolve the sequences of a step over pages; rows of padding have any result."""
-    rows, width = torch.arange(len(query), device=query.device), len(filters)
-    ends = step.starts[1:].long()
-    which = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)
-    position = step.lengths[which].long() - ends[which] + rows
-    positions = position[:, None] + torch.arange(1 - width, 1, device=query.device)
-    at = positions.clamp(0, step.tables.shape[1] * PAGE_TOKENS - 1)
-    pages = step.tables[step.slots[which].long()].long().gather(1, at // PAGE_TOKENS)
-    cached = pages * PAGE_TOKENS + at % PAGE_TOKENS
-    channels = torch.cat((kv.keys[cached], kv.values[cached]), 2).flatten(2).float()
-    return gated(query, channels.masked_fill((positions < 0)[..., None], 0.0), filters).to(query.dtype)
+def convolve_torch(
+    x: Tensor,
+    filters: Tensor,
+    states: Tensor,
+    runs: Sequence[StateRun],
+    kept: Tensor | None = None,
+    gated: bool = True,
+) -> Tensor:
+    """Compute `convolve` by torch."""
+    width, channels = filters.shape
+    parts = x.float().chunk(3 if gated else 1, 1)
+    inputs = parts[0] * parts[2] if gated else parts[0]
+    out = torch.empty_like(inputs)
+    for run in runs:
+        own, tail = slice(run.first, run.first + run.num_tokens), states[run.slot, : (width - 1) * channels]
+        before = tail.view(width - 1, channels) if run.start else tail.new_zeros(width - 1, channels)
+        whole = torch.cat((before, inputs[own]))
+        out[own] = (whole.unfold(0, width, 1).transpose(1, 2) * filters).sum(1)
+        if not run.drafts:
+            tail.copy_(whole[run.num_tokens :].flatten())
+            if run.saved >= 0:
+                states[run.saved] = states[run.slot]
+        elif kept is not None:
+            kept[own] = inputs[own]
+    return out * parts[1] if gated else out

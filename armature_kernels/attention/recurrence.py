@@ -4,6 +4,9 @@ Before both is a short convolution. The state of a sequence has a constant size:
 matrix for each head. It is fp32 and changes in place, so an operation runs once for each token. The kernels compute prompts
 in chunks of tokens, whose last bits depend on where a prompt is cut, unless they are asked to go token by token.
 
+Draft tokens leave the state as it is: their inputs are kept, a few KB for each, and `recur` reads those of the accepted ones
+again, so nothing is undone. A copy of the state for each draft token would be some MB to write.
+
 `csrc/recur.h` has the kernels of a CPU. The functions whose names end in `_torch` are the reference implementation and
 serve elsewhere.
 """
@@ -18,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armature_kernels.attention.recurrent_sizes import STATE_COLUMNS, RecurrentSizes
+from armature_kernels.attention.recurrent_sizes import MAX_KEY_SIZE, STATE_COLUMNS, RecurrentSizes
 from armature_kernels.linear.activations import ROW_DTYPES
 from armature_kernels.native.arguments import OpCode, RecurArguments, RecurInputsArguments
 from armature_kernels.native.memory import Int64Buffer, empty
@@ -59,12 +62,18 @@ class RecurrentInputs:
 
 @dataclass(frozen=True, slots=True)
 class StateRun:
-    """Rows `[first, first + num_tokens)` of the batch, from position `start` of the sequence in this slot."""
+    """Rows `[first, first + num_tokens)` of the batch, from position `start` of the sequence in this slot.
+
+    With `drafts` among them, at most `STATE_COLUMNS` rows, the state stays as it is before the first one. Else slot `saved` gets
+    a copy of the state after the last one, unless it is negative; the next run may go on in the same slot.
+    """
 
     first: int
     num_tokens: int
     start: int
     slot: int
+    drafts: bool = False
+    saved: int = -1
 
 
 class StateStep:
@@ -72,7 +81,7 @@ class StateStep:
 
     def __init__(self, num_sequences: int = 64) -> None:
         self.runs: Sequence[StateRun] = ()
-        self._buffer = Int64Buffer(1 + 4 * num_sequences)
+        self._buffer = Int64Buffer(1 + 6 * num_sequences)
 
     @property
     def address(self) -> int:
@@ -90,12 +99,23 @@ class StateStep:
         self._buffer.fill([len(runs), *(value for run in runs for value in _fields(run))])
 
 
-def _fields(run: StateRun) -> tuple[int, int, int, int]:
-    return run.first, run.num_tokens, run.start, run.slot
+def _fields(run: StateRun) -> tuple[int, int, int, int, int, int]:
+    return run.first, run.num_tokens, run.start, run.slot, run.drafts, run.saved
+
+
+def kept_inputs(kept: Tensor, sizes: RecurrentSizes) -> RecurrentInputs:
+    """Return kept inputs [tokens, input_elements] as `recur` reads them."""
+    channels, steps, betas = kept.tensor_split((sizes.channels, sizes.channels + sizes.heads), 1)
+    return RecurrentInputs(channels, steps, betas if sizes.has_delta else None)
 
 
 def recur(
-    inputs: RecurrentInputs, layer: Recurrence, states: Tensor, step: StateStep, by_token: bool = False
+    inputs: RecurrentInputs,
+    layer: Recurrence,
+    states: Tensor,
+    step: StateStep,
+    by_token: bool = False,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Return the result fp32 [tokens, heads * value_size] of a layer, and change the states of the step's sequences.
 
@@ -105,9 +125,10 @@ def recur(
         states: The layer's states of all slots, fp32 [slots, state_elements].
         step: The sequences.
         by_token: Compute no tokens together, so that results do not depend on the parts in which a prompt came.
+        kept: fp32 [tokens, input_elements], which gets the inputs of runs with drafts; None if the step has none.
     """
-    if not supports_recurrence(inputs):
-        return recur_torch(inputs, layer, states, step.runs)
+    if not supports_recurrence(inputs, layer.sizes):
+        return recur_torch(inputs, layer, states, step.runs, kept)
     sizes, tokens = layer.sizes, len(inputs.channels)
     mixed, scales = empty((tokens, sizes.channels), torch.float32), empty((tokens, 2 * sizes.heads), torch.float32)
     slot_stride, first = states.stride(0), states.data_ptr()
@@ -115,9 +136,9 @@ def recur(
     rows = (inputs.channels.data_ptr(), inputs.steps.data_ptr(), _address(inputs.betas), step.address)
     weights = (layer.filters.data_ptr(), _address(layer.bias), layer.rates.data_ptr(), layer.step_bias.data_ptr())
     strides = (inputs.channels.stride(0), inputs.steps.stride(0), slot_stride)
-    counts = (sizes.channels, sizes.heads, sizes.width, wide, wide_steps)
+    counts = (sizes.channels, sizes.heads, sizes.width, wide, wide_steps, False)
     numbers = (*layer.step_limits, layer.step_scale, layer.beta_scale)
-    results = (mixed.data_ptr(), scales.data_ptr(), first)
+    results = (mixed.data_ptr(), scales.data_ptr(), first, _address(kept))
     run_operation(RecurInputsArguments(*rows, *results, *weights, *strides, *counts, *numbers), mixed.numel())
     out = empty((tokens, sizes.values), torch.float32)
     reads = (mixed.data_ptr(), scales.data_ptr(), _address(layer.skips), step.address)
@@ -134,14 +155,17 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def supports_recurrence(inputs: RecurrentInputs) -> bool:
+def supports_recurrence(inputs: RecurrentInputs, sizes: RecurrentSizes) -> bool:
     """Return True if the native kernels read these rows."""
     given = [one for one in (inputs.channels, inputs.steps, inputs.betas) if one is not None]
     plain = all(one.dtype in ROW_DTYPES and one.stride(1) == 1 and one.device.type == "cpu" for one in given)
+    plain = plain and sizes.key_size <= MAX_KEY_SIZE
     return plain and has_kernel(OpCode.RECUR_INPUTS) and has_kernel(OpCode.RECUR)
 
 
-def recur_torch(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, runs: Sequence[StateRun]) -> Tensor:
+def recur_torch(
+    inputs: RecurrentInputs, layer: Recurrence, states: Tensor, runs: Sequence[StateRun], kept: Tensor | None = None
+) -> Tensor:
     """Compute `recur` by torch."""
     sizes = layer.sizes
     steps = F.softplus(inputs.steps.float() * layer.step_scale + layer.step_bias).clamp(*layer.step_limits)
@@ -152,8 +176,16 @@ def recur_torch(inputs: RecurrentInputs, layer: Recurrence, states: Tensor, runs
         own, state = slice(run.first, run.first + run.num_tokens), states[run.slot]
         if run.start == 0:
             state[: sizes.state_elements] = 0
+        if run.drafts:
+            state = state.clone()
+            given = [one for one in (inputs.channels, inputs.steps, inputs.betas) if one is not None]
+            whole = torch.cat([one[own].float() for one in given], 1)
+            if kept is not None:
+                kept[own, : whole.shape[1]] = whole
         mixed = _convolved(inputs.channels[own].float(), layer, state)
         out[own] = _recurred(mixed, decays[own], factors[own], layer, state)
+        if run.saved >= 0 and not run.drafts:
+            states[run.saved] = state
     return out
 
 

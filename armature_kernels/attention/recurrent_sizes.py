@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 STATE_COLUMNS = 32  # csrc/ops.h
 MAX_WIDTH = 8  # MOST_WIDTH of csrc/ops.h
+MAX_KEY_SIZE = 256  # MOST_KEYS of csrc/ops.h
 _ALIGNMENT = 16  # fp32 elements of a cache line
+
+
+def tail_elements(width: int, channels: int) -> int:
+    """Return the fp32 elements of a convolution's state, the inputs before a token, rounded up to whole cache lines."""
+    return -(-(width - 1) * channels // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +51,13 @@ class RecurrentSizes:
         return (0, self.keys, 2 * self.keys) if self.has_delta else (self.values + self.keys, self.values, 0)
 
     @property
+    def input_elements(self) -> int:
+        """Elements of what a layer's products make of a token: channels, steps and betas."""
+        return self.channels + 2 * self.heads
+
+    @property
     def tail_elements(self) -> int:
-        """Elements of the convolution's state, rounded up to whole cache lines."""
-        return -(-(self.width - 1) * self.channels // _ALIGNMENT) * _ALIGNMENT
+        return tail_elements(self.width, self.channels)
 
     @property
     def state_elements(self) -> int:

@@ -54,7 +54,6 @@ DEFINE(linear_bf16)
 #include "activate.h"
 #include "altup.h"
 #include "angles.h"
-#include "convolve.h"
 #include "division.h"
 #include "latent.h"
 #include "layer_norm.h"
@@ -113,8 +112,6 @@ const level LEVEL = {
             [OP_ROUTE] = route,
             [OP_EXPERTS] = KERNEL(experts),
             [OP_LATENT] = latent,
-            [OP_CONVOLVE] = convolve,
-            [OP_CONVOLVED_ROWS] = convolved_rows,
             [OP_ALTUP] = altup,
             [OP_MATCH] = match,
             [OP_RECUR_INPUTS] = recur_inputs,

@@ -64,8 +64,6 @@ typedef struct {
     row(ROUTE, route)                         /* each row's experts and their weights, from the router's logits */ \
     row(EXPERTS, experts)                     /* each row's experts, added to the residual stream */ \
     row(LATENT, latent)                       /* queries, keys and values of multi-head latent attention as rows of heads */ \
-    row(CONVOLVE, convolve)                   /* a short convolution over cached rows, times gates */ \
-    row(CONVOLVED_ROWS, convolved_rows)       /* what a short convolution multiplies and caches */ \
     row(ALTUP, altup)                         /* the streams of a row before a layer, or after it */ \
     row(MATCH, match)                         /* rows times a factor that gives them the rms of other rows */ \
     row(RECUR_INPUTS, recur_inputs)           /* a short convolution with a state, and what decays and is added */ \
@@ -486,36 +484,18 @@ typedef struct {
     double floor;
 } match_arguments;
 
-/* out [rows, 2 * size] = (b, a * c) of x [rows, 3 * size] = (a, b, c) with a row stride in elements; bf16, or fp32 if
- * `wide`. */
-typedef struct {
-    const void *x;
-    void *out;
-    int64_t stride, rows, size, wide;
-} convolved_rows_arguments;
-
-/* A short convolution of each channel over cached rows: out [tokens, channels] = query * the sum over i < width of
- * filters[i] * row of position p - width + 1 + i, p being the token's position; earlier positions than 0 count as zero.
- * A row's channels are the keys of all heads, then their values. filters [width, channels] fp32. query and out have
- * strides between tokens in elements; bf16 or, if `wide`, fp32 as the rows are then. channels = 2 * heads * head_dim. */
-typedef struct {
-    const void *query;
-    void *out;
-    const attention_step *step;
-    kv_rows kv;
-    const float *filters;
-    int64_t query_stride, out_stride, heads, head_dim, width, wide;
-} convolve_arguments;
-
 /* Recurrent states
  *   A sequence has one slot with a state for each layer: the last width - 1 inputs of the convolution [width - 1, channels], and
  *   for each head and each STATE_COLUMNS elements of its values (the last padded) [key_size, STATE_COLUMNS], all fp32. */
 #define STATE_COLUMNS 32
 #define MOST_WIDTH 8
+#define MOST_KEYS 256 /* elements of a key */
 
-/* Rows [first, first + num_tokens) of the batch continue the state of a slot; from position 0 it is zero. */
+/* Rows [first, first + num_tokens) of the batch continue the state of a slot; from position 0 it is zero. If there are `drafts` among
+ * them, at most STATE_COLUMNS rows after position 0, the state stays as it is before the first of them. Else slot `saved` gets a
+ * copy of the state after the last one, unless it is negative; a later run of the step may go on from there. */
 typedef struct {
-    int64_t first, num_tokens, start, slot;
+    int64_t first, num_tokens, start, slot, drafts, saved;
 } state_run;
 
 /* A step's batch for recurrent layers, the same for all of them; it is read when the operation runs. */
@@ -528,13 +508,15 @@ typedef struct {
  * or, if `wide`, fp32 with a stride between tokens in elements; filters [width, channels] fp32, bias [channels] or NULL. And
  * scales [tokens, 2, heads]: with step = softplus(step_scale * steps + step_bias), at least `least` and at most `most`, the
  * decay e^(-rates * step), and beta_scale * sigmoid(betas) if given, else the step. steps and betas [tokens, heads] have a stride and are
- * bf16 or, if `wide_steps`, fp32. `states`: the layer's convolution in slot 0, slots are slot_stride floats apart. */
+ * bf16 or, if `wide_steps`, fp32. `states`: the layer's convolution in slot 0, slots are slot_stride floats apart. kept [tokens,
+ * channels + 2 * heads] fp32, or NULL, gets x, steps and betas of the rows of runs with drafts. If `gated`, x is a c, and out is b times
+ * the sum, of given rows (a, b, c), each of `channels`. There may be no heads. */
 typedef struct {
     const void *x, *steps, *betas;
     const state_step *step;
-    float *out, *scales, *states;
+    float *out, *scales, *states, *kept;
     const float *filters, *bias, *rates, *step_bias;
-    int64_t x_stride, step_stride, slot_stride, channels, heads, width, wide, wide_steps;
+    int64_t x_stride, step_stride, slot_stride, channels, heads, width, wide, wide_steps, gated;
     double least, most, step_scale, beta_scale;
 } recur_inputs_arguments;
 

@@ -29,17 +29,18 @@ INLINE vf softplus(vf x) {
 #define CHANNELS 512 /* of a task: a few adjacent lines of each token, which are prefetched */
 
 /* Convolve `count` channels of a token, of which `window[k]` has the inputs at place k; the last of them are stored there. */
-INLINE void convolve_token(const recur_inputs_arguments *a, int64_t width, float *const *window, const void *x, int64_t from, int64_t count, float *out) {
+INLINE void convolve_token(const recur_inputs_arguments *a, int64_t width, int64_t gated, float *const *window, const void *x, int64_t from, int64_t count, float *out) {
     const float *filters = a->filters + from, *bias = a->bias ? a->bias + from : NULL;
+    const void *gates = element_of(a->wide, x, a->channels), *factors = element_of(a->wide, x, 2 * a->channels);
     for (int64_t i = 0; i < count; i += LANES) {
         const int64_t left = count - i;
-        const vf newest = row_load_part(a->wide, x, i, left);
+        const vf given = row_load_part(a->wide, x, i, left), newest = gated ? given * row_load_part(a->wide, factors, i, left) : given;
         vf sum = newest * vf_load_part(filters + (width - 1) * a->channels + i, left);
         if (bias) sum += vf_load_part(bias + i, left);
 #pragma GCC unroll 8
         for (int64_t k = 0; k < width - 1; k++) sum += vf_load(window[k] + i) * vf_load_part(filters + k * a->channels + i, left);
         vf_store(window[width - 1] + i, newest);
-        vf_store_part(out + i, silu(sum), left);
+        vf_store_part(out + i, gated ? sum * row_load_part(a->wide, gates, i, left) : silu(sum), left);
     }
 }
 
@@ -54,14 +55,22 @@ static void convolve_inputs(const recur_inputs_arguments *a, const state_run *ru
         const void *x = element_of(a->wide, a->x, (run->first + t) * a->x_stride + from);
         float *out = a->out + (run->first + t) * a->channels + from, *window[MOST_WIDTH];
         for (int64_t k = 0; k < a->width; k++) window[k] = inputs[(t + k) % a->width];
-        if (a->width == 4) convolve_token(a, 4, window, x, from, count, out);
-        else convolve_token(a, a->width, window, x, from, count, out);
+        if (a->gated && a->width == 3) convolve_token(a, 3, 1, window, x, from, count, out);
+        else if (!a->gated && a->width == 4) convolve_token(a, 4, 0, window, x, from, count, out);
+        else convolve_token(a, a->width, a->gated, window, x, from, count, out);
+        if (run->drafts && a->kept) memcpy(a->kept + (run->first + t) * (a->channels + 2 * a->heads) + from, window[before], (size_t)count * sizeof *tail);
     }
-    for (int64_t k = 0; k < before; k++) memcpy(tail + k * a->channels, inputs[(run->num_tokens + k) % a->width], (size_t)count * sizeof *tail);
+    if (run->drafts) return;
+    float *saved = run->saved < 0 ? NULL : a->states + run->saved * a->slot_stride + from;
+    for (int64_t k = 0; k < before; k++) {
+        const float *input = inputs[(run->num_tokens + k) % a->width];
+        memcpy(tail + k * a->channels, input, (size_t)count * sizeof *tail);
+        if (saved) memcpy(saved + k * a->channels, input, (size_t)count * sizeof *tail);
+    }
 }
 
 /* The decay and the factor of each head of a token. */
-static void token_scales(const recur_inputs_arguments *a, int64_t row) {
+static void token_scales(const recur_inputs_arguments *a, const state_run *run, int64_t row) {
     float *decays = a->scales + row * 2 * a->heads, *factors = decays + a->heads;
     const void *steps = element_of(a->wide_steps, a->steps, row * a->step_stride), *betas = a->betas ? element_of(a->wide_steps, a->betas, row * a->step_stride) : NULL;
     for (int64_t i = 0; i < a->heads; i += LANES) {
@@ -70,9 +79,14 @@ static void token_scales(const recur_inputs_arguments *a, int64_t row) {
         step = vf_select(step < (float)a->least, vf_all((float)a->least), vf_select(step > (float)a->most, vf_all((float)a->most), step));
         vf_store_part(decays + i, vf_exp(-vf_load_part(a->rates + i, left) * step), left);
         vf_store_part(factors + i, betas ? (float)a->beta_scale / (1.0f + vf_exp(-row_load_part(a->wide_steps, betas, i, left))) : step, left);
+        if (!run->drafts || !a->kept) continue;
+        float *kept = a->kept + row * (a->channels + 2 * a->heads) + a->channels + i;
+        vf_store_part(kept, row_load_part(a->wide_steps, steps, i, left), left);
+        if (betas) vf_store_part(kept + a->heads, row_load_part(a->wide_steps, betas, i, left), left);
     }
 }
 
+/* A thread has the same channels of all runs, which may follow each other in one slot. */
 static void recur_inputs(const void *arguments) {
     const recur_inputs_arguments *a = arguments;
     const int64_t blocks = (a->channels + CHANNELS - 1) / CHANNELS;
@@ -84,7 +98,7 @@ static void recur_inputs(const void *arguments) {
             convolve_inputs(a, run, from, left < CHANNELS ? left : CHANNELS);
         }
 #pragma omp for schedule(static) nowait
-        for (int64_t t = 0; t < run->num_tokens; t++) token_scales(a, run->first + t);
+        for (int64_t t = 0; t < run->num_tokens; t++) token_scales(a, run, run->first + t);
     }
 #pragma omp barrier
 }
@@ -169,14 +183,31 @@ INLINE void recur_token(const recur_arguments *a, const token_keys *of, float *s
     }
 }
 
+/* The same tokens as `recur_run` computes one after the other, from a copy of the state. */
+static void recur_drafts(const recur_arguments *a, const state_run *run, const float *states, int64_t first, int64_t end) {
+    float state[MOST_KEYS * STATE_COLUMNS] __attribute__((aligned(64)));
+    const int64_t tiles = (a->value_size + STATE_COLUMNS - 1) / STATE_COLUMNS, tile_size = a->key_size * STATE_COLUMNS, per_group = a->heads / a->key_heads;
+    for (int64_t unit = first; unit < end; unit++) {
+        const int64_t head = unit / tiles, from = unit % tiles * STATE_COLUMNS;
+        memcpy(state, states + unit * tile_size, (size_t)tile_size * sizeof *state);
+        for (int64_t row = run->first; row < run->first + run->num_tokens; row++) {
+            const token_keys of = keys_of(a, row, head / per_group);
+            recur_token(a, &of, state, row, head, from, a->value_size - from);
+        }
+    }
+}
+
 /* The units [first, end), each STATE_COLUMNS elements of the values of a head, of one sequence. */
 static void recur_run(const recur_arguments *a, const state_run *run, int64_t first, int64_t end) {
     const int64_t tiles = (a->value_size + STATE_COLUMNS - 1) / STATE_COLUMNS, tile_size = a->key_size * STATE_COLUMNS, per_group = a->heads / a->key_heads;
     float *states = a->states + run->slot * a->slot_stride;
     if (!run->start) memset(states + first * tile_size, 0, (size_t)((end - first) * tile_size) * sizeof *states);
-    const int by_token = a->by_token || a->key_size > MOST_CHUNK_KEYS || run->num_tokens < LEAST_CHUNK;
-    if (!by_token) {
+    if (!a->by_token && (run->drafts || run->num_tokens >= LEAST_CHUNK)) {
         recur_chunks(a, run, states, first, end);
+        return;
+    }
+    if (run->drafts) {
+        recur_drafts(a, run, states, first, end);
         return;
     }
     for (int64_t row = run->first; row < run->first + run->num_tokens; row++) {
@@ -193,7 +224,13 @@ static void recur(const void *arguments) {
     const recur_arguments *a = arguments;
     const int64_t units = a->heads * ((a->value_size + STATE_COLUMNS - 1) / STATE_COLUMNS), thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int64_t first = units * thread / threads, end = units * (thread + 1) / threads;
-    for (int64_t i = 0; i < a->step->num_runs && first < end; i++) recur_run(a, &a->step->runs[i], first, end);
+    for (int64_t i = 0; i < a->step->num_runs && first < end; i++) {
+        const state_run *run = &a->step->runs[i];
+        recur_run(a, run, first, end);
+        if (run->drafts || run->saved < 0) continue;
+        const int64_t tile_size = a->key_size * STATE_COLUMNS;
+        memcpy(a->states + run->saved * a->slot_stride + first * tile_size, a->states + run->slot * a->slot_stride + first * tile_size, (size_t)((end - first) * tile_size) * sizeof *a->states);
+    }
 #pragma omp barrier
 }
 

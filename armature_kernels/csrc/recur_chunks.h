@@ -13,7 +13,6 @@
 #define LEAST_CHUNK 4        /* tokens that are faster as a chunk */
 #define COLUMNS (CHUNK + 16) /* between rows of columns: 128 bytes would share half of the sets of the first cache */
 #define UNITS_TOGETHER 8     /* whose chunks share the products of keys: 128 KB of states */
-#define MOST_CHUNK_KEYS 256  /* elements of a key; larger ones are computed token by token */
 
 /* What the heads of a group share of a token: its query and key, the factors that normalize them, and the product of both. */
 typedef struct {
@@ -68,7 +67,7 @@ static __attribute__((noinline)) void multiply_all(int begins, const float *x, i
  * products, a row for each key. */
 typedef struct {
     int64_t first, count; /* rows of the batch */
-    float keys[CHUNK * MOST_CHUNK_KEYS], key_columns[MOST_CHUNK_KEYS * COLUMNS], query_columns[MOST_CHUNK_KEYS * COLUMNS];
+    float keys[CHUNK * MOST_KEYS], key_columns[MOST_KEYS * COLUMNS], query_columns[MOST_KEYS * COLUMNS];
     float keys_by_keys[CHUNK * CHUNK], keys_by_queries[CHUNK * CHUNK];
 } group_chunk;
 
@@ -92,7 +91,7 @@ INLINE void scaled_row(const float *x, float scale, int64_t size, float *to) {
 }
 
 static void begin_group(const recur_arguments *a, int64_t group, group_chunk *c) {
-    float queries[CHUNK * MOST_CHUNK_KEYS] __attribute__((aligned(64)));
+    float queries[CHUNK * MOST_KEYS] __attribute__((aligned(64)));
     const int64_t size = a->key_size;
     for (int64_t t = 0; t < c->count; t++) {
         const token_keys of = keys_of(a, c->first + t, group);
@@ -149,8 +148,8 @@ static void solve_chunk(const recur_arguments *a, int64_t head, const group_chun
     }
 }
 
-/* A chunk in STATE_COLUMNS elements of the values of a head, of which `left` are not padding. */
-static void recur_chunk(const recur_arguments *a, const group_chunk *c, const head_chunk *h, float *state, int64_t head, int64_t from, int64_t left) {
+/* A chunk in STATE_COLUMNS elements of the values of a head, of which `left` are not padding. With drafts the state stays. */
+static void recur_chunk(const recur_arguments *a, const group_chunk *c, const head_chunk *h, float *state, int64_t head, int64_t from, int64_t left, int64_t drafts) {
     float added[CHUNK * STATE_COLUMNS] __attribute__((aligned(64))), read[CHUNK * STATE_COLUMNS] __attribute__((aligned(64)));
     const int64_t size = a->key_size;
     const float *values = a->x + c->first * a->channels + a->value + head * a->value_size + from, skip = a->skips ? a->skips[head] : 0.0f;
@@ -176,6 +175,7 @@ static void recur_chunk(const recur_arguments *a, const group_chunk *c, const he
             vf_store_part(out + i, vf_load(read + t * STATE_COLUMNS + i) + skip * vf_load_part(values + t * a->channels + i, left - i), left - i);
         for (int64_t i = 0; i < STATE_COLUMNS; i += LANES) vf_store(added + t * STATE_COLUMNS + i, h->to_last[t] * vf_load(added + t * STATE_COLUMNS + i));
     }
+    if (drafts) return;
     const float decay = h->total[c->count - 1];
     for (int64_t i = 0; i < size * STATE_COLUMNS; i += LANES) vf_store(state + i, vf_load(state + i) * decay);
     multiply_all(0, c->keys, size, added, STATE_COLUMNS, c->count, state, size, 0);
@@ -195,7 +195,7 @@ static void recur_chunks(const recur_arguments *a, const state_run *run, float *
             for (int64_t unit = from, known = -1; unit < to; unit++) {
                 const int64_t head = unit / tiles, column = unit % tiles * STATE_COLUMNS;
                 if (head != known) known = head, begin_head(a, head, &c, &h);
-                recur_chunk(a, &c, &h, states + unit * tile_size, head, column, a->value_size - column);
+                recur_chunk(a, &c, &h, states + unit * tile_size, head, column, a->value_size - column, run->drafts);
             }
         }
     }

@@ -39,13 +39,11 @@ class OpCode(IntEnum):
     ROUTE = 20
     EXPERTS = 21
     LATENT = 22
-    CONVOLVE = 23
-    CONVOLVED_ROWS = 24
-    ALTUP = 25
-    MATCH = 26
-    RECUR_INPUTS = 27
-    RECUR = 28
-    GATED_NORM = 29
+    ALTUP = 23
+    MATCH = 24
+    RECUR_INPUTS = 25
+    RECUR = 26
+    GATED_NORM = 27
 
 
 class ProductOutput(IntEnum):
@@ -396,25 +394,6 @@ class LatentArguments(Arguments):
     )
 
 
-class ConvolveArguments(Arguments):
-    """Arguments of a short convolution over a KV cache."""
-
-    code = OpCode.CONVOLVE
-    _fields_ = (
-        *((name, _ADDRESS) for name in ("query", "out", "step")),
-        ("kv", KvAddresses),
-        ("filters", _ADDRESS),
-        *((name, _INT) for name in ("query_stride", "out_stride", "heads", "head_dim", "width", "wide")),
-    )
-
-
-class ConvolvedRowsArguments(Arguments):
-    """Arguments of computing the rows that a short convolution caches."""
-
-    code = OpCode.CONVOLVED_ROWS
-    _fields_ = (("x", _ADDRESS), ("out", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size", "wide")))
-
-
 class AltUpArguments(Arguments):
     """Arguments of mixing the streams of each row, before a layer or with its result."""
 
@@ -443,10 +422,10 @@ class RecurInputsArguments(Arguments):
 
     code = OpCode.RECUR_INPUTS
     _fields_ = (
-        *((name, _ADDRESS) for name in ("x", "steps", "betas", "step", "out", "scales", "states")),
+        *((name, _ADDRESS) for name in ("x", "steps", "betas", "step", "out", "scales", "states", "kept")),
         *((name, _ADDRESS) for name in ("filters", "bias", "rates", "step_bias")),
         *((name, _INT) for name in ("x_stride", "step_stride", "slot_stride", "channels", "heads", "width")),
-        *((name, _INT) for name in ("wide", "wide_steps")),
+        *((name, _INT) for name in ("wide", "wide_steps", "gated")),
         *((name, _FLOAT) for name in ("least", "most", "step_scale", "beta_scale")),
     )
 

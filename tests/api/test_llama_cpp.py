@@ -138,7 +138,11 @@ async def test_selected_fields(client: httpx.AsyncClient) -> None:
     [
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
-        ({"prompt": {"prompt_string": "a", "multimodal_data": ["aGk="]}}, "prompt"),
+        ({"prompt": {"prompt_string": "a", "multimodal_data": [5]}}, "multimodal_data"),
+        ({"prompt": "a", "multimodal_data": ["aGk="]}, "use prompt"),
+        ({"prompt": ["[img-1]", "a"], "image_data": [{"id": 1, "data": "aGk="}]}, "needs a prompt that is one text"),
+        ({"prompt": "[img-2]", "image_data": [{"id": 1, "data": "aGk="}]}, "prompt has [img-2]"),
+        ({"prompt": "a", "image_data": [{"id": 1, "data": "aGk="}]}, "image_data[0] has the id 1"),
         ({"prompt": [1.5]}, "prompt"),
         ({"prompt": [1, *(["a"] * 129)]}, "at most 128 strings"),
         ({"prompt": "a", "n_predict": 0}, "n_predict must be"),

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from app.api.routers import ROUTES
-from app.api.routing import ModelNames, NewNames
-from app.api.schemas import Body, parse_body
+from app.api.routing import ModelNames
+from app.api.schemas import Body, NewNames, parse_body
 from app.errors import UnsupportedParameter
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER
 from tests.api.encoder_client import asking
@@ -191,7 +191,7 @@ def test_each_field_of_the_tables_is_refused_by_name_with_advice() -> None:
         ("/v1/messages", ["container", "mcp_servers", "compaction", "seed", "stop", "response_format", "prompt"]),
         ("/api/chat", ["temperature", "max_tokens", "system", "response_format"]),
         ("/api/generate", ["suffix", "template", "context", "messages"]),
-        ("/completion", ["dry_multiplier", "lora", "image_data", "response_format", "tools", "messages"]),
+        ("/completion", ["dry_multiplier", "lora", "multimodal_data", "response_format", "tools", "messages"]),
         ("/generate", ["tools", "guided_json", "sampling_params", "messages", "return_hidden_states"]),
         ("/v2/models/{name}/generate", ["stop_words", "random_seed", "response_format", "prompt"]),
         ("/v1/embeddings", ["input_type", "output_dimension", "normalize", "texts"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ from tests.attack.attack_server import Answer, attacked, get, post, read_all
 
 CLOSE = b"connection: close"
 BODY = b'{"prompt":"Once"}'
+
+
+def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that waits for nothing."""
+    with pytest.raises(StopIteration) as ended:
+        coroutine.send(None)
+    return ended.value.value
 
 
 def flags(*arguments: str) -> Settings:
@@ -99,59 +107,59 @@ def test_requests_of_a_minute_and_when_the_next_one_may_come() -> None:
     clock = Clock()
     limiter = RateLimiter(6, None, clock)
     for _ in range(6):
-        limiter.admit("a")
+        at_once(limiter.admit("a"))
     with pytest.raises(RateLimited) as caught:
-        limiter.admit("a")
+        at_once(limiter.admit("a"))
     assert caught.value.retry_after_seconds == pytest.approx(10.0)
-    limiter.admit("b")
+    at_once(limiter.admit("b"))
     clock.now = 10.0
-    limiter.admit("a")
+    at_once(limiter.admit("a"))
     with pytest.raises(RateLimited):
-        limiter.admit("a")
+        at_once(limiter.admit("a"))
     clock.now = 1e6
     for _ in range(6):
-        limiter.admit("a")
+        at_once(limiter.admit("a"))
     with pytest.raises(RateLimited):
-        limiter.admit("a")
+        at_once(limiter.admit("a"))
 
 
 def test_tokens_are_reserved_while_requests_run_and_taken_when_they_end() -> None:
     clock = Clock()
-    account = RateLimiter(None, 400, clock).admit("a")
+    account = at_once(RateLimiter(None, 400, clock).admit("a"))
     for _ in range(4):
-        account.reserve(100)
+        at_once(account.reserve(100))
     with pytest.raises(RateLimited) as caught:
-        account.reserve(1)
+        at_once(account.reserve(1))
     assert 0 < caught.value.retry_after_seconds <= 60
     account.settle(100, 10)
-    account.reserve(90)
+    at_once(account.reserve(90))
     with pytest.raises(RateLimited):
-        account.reserve(1)
+        at_once(account.reserve(1))
 
 
 def test_a_request_of_more_than_a_minute_is_served_alone_and_paid_for() -> None:
     clock = Clock()
-    account = RateLimiter(None, 400, clock).admit("a")
-    account.reserve(1_000)
+    account = at_once(RateLimiter(None, 400, clock).admit("a"))
+    at_once(account.reserve(1_000))
     with pytest.raises(RateLimited):
-        account.reserve(1)
+        at_once(account.reserve(1))
     account.settle(1_000, 800)
     clock.now = 59.0
     with pytest.raises(RateLimited):
-        account.reserve(1)
+        at_once(account.reserve(1))
     clock.now = 61.0
-    account.reserve(1)
+    at_once(account.reserve(1))
 
 
 def test_tokens_are_taken_when_they_are_known() -> None:
     clock = Clock()
     limiter = RateLimiter(None, 600, clock)
-    limiter.admit("a").settle(0, 900)
+    at_once(limiter.admit("a")).settle(0, 900)
     with pytest.raises(RateLimited) as caught:
-        limiter.admit("a")
+        at_once(limiter.admit("a"))
     assert caught.value.retry_after_seconds == pytest.approx(30.1)
     clock.now = 30.2
-    limiter.admit("a")
+    at_once(limiter.admit("a"))
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.floats(0, 40)), max_size=200))
@@ -164,7 +172,7 @@ def test_the_table_is_bounded_and_no_one_gets_more_than_their_share(steps: list[
         for client, seconds in steps:
             clock.now += seconds
             try:
-                limiter.admit(client)
+                at_once(limiter.admit(client))
             except RateLimited:
                 continue
             admitted.setdefault(client, []).append(clock.now)
@@ -177,7 +185,7 @@ def test_the_table_is_bounded_and_no_one_gets_more_than_their_share(steps: list[
 
 async def test_a_request_is_charged_for_what_it_used() -> None:
     limiter = RateLimiter(None, 1_000_000, Clock())
-    account = limiter.admit("a")
+    account = at_once(limiter.admit("a"))
     CLIENT_REQUEST.set(ClientRequest(account))
     before = account._tokens.left(0.0)  # type: ignore[union-attr]
     async with serving() as (service, worker, _):
@@ -185,7 +193,7 @@ async def test_a_request_is_charged_for_what_it_used() -> None:
         await anext(stream)
         (command,) = await worker.orders()
         with pytest.raises(RateLimited):
-            account.reserve(1_000_000)  # the prompt and the rest of the context are reserved
+            at_once(account.reserve(1_000_000))  # the prompt and the rest of the context are reserved
         await stream.aclose()
         assert before - account._tokens.left(0.0) == len(command.token_ids) > 0  # type: ignore[union-attr]
 
@@ -242,7 +250,7 @@ def test_hosts() -> None:
 def test_hosts_are_compared_in_one_spelling(allowed: tuple[str, ...]) -> None:
     access = AccessControl(AccessRules(allowed_hosts=allowed), (), ())
     for host in ("[::1]", "[::1]:8000", "[0::1]:1"):
-        access.check(scope(host=host))
+        at_once(access.check(scope(host=host)))
 
 
 MALFORMED = (
@@ -257,7 +265,7 @@ MALFORMED = (
 )
 def test_a_host_that_is_none_is_not_allowed(rules: AccessRules, host: str) -> None:
     with pytest.raises(InvalidRequest):
-        AccessControl(rules, (), ()).check(scope(host=host))
+        at_once(AccessControl(rules, (), ()).check(scope(host=host)))
 
 
 LOOPBACK = AccessRules(only_loopback=True)
@@ -428,25 +436,25 @@ def scope(path: str = "/generate", client: tuple[str, int] | None = ("10.0.0.1",
 def test_addresses_of_one_network_are_one_client() -> None:
     access = AccessControl(AccessRules(requests_per_minute=1), (), ())
     for first, second in (("10.0.0.1", "::ffff:10.0.0.1"), ("2001:db8::1", "2001:db8::ffff:1")):
-        access.check(scope(client=(first, 1)))
+        at_once(access.check(scope(client=(first, 1))))
         with pytest.raises(RateLimited) as caught:
-            access.check(scope(client=(second, 2)))
+            at_once(access.check(scope(client=(second, 2))))
         assert isinstance(caught.value, Overloaded)
-    access.check(scope(client=("2001:db8:1::1", 1)))
-    access.check(scope(client=("::ffff:10.0.0.2", 1)))  # not the network of all IPv4 clients
-    access.check(scope(client=None))
+    at_once(access.check(scope(client=("2001:db8:1::1", 1))))
+    at_once(access.check(scope(client=("::ffff:10.0.0.2", 1))))  # not the network of all IPv4 clients
+    at_once(access.check(scope(client=None)))
 
 
 def test_keys_and_hosts_are_checked() -> None:
     access = AccessControl(NO_RULES, ("one",), [("GET", "/healthz")])
-    assert access.check(scope("/healthz")) is None
+    assert at_once(access.check(scope("/healthz"))) is None
     with pytest.raises(Unauthorized):
-        access.check({**scope("/healthz"), "method": "POST"})
+        at_once(access.check({**scope("/healthz"), "method": "POST"}))
     with pytest.raises(Unauthorized):
-        access.check(scope())
+        at_once(access.check(scope()))
     with pytest.raises(InvalidRequest):
-        access.check({**scope(), "headers": []})
+        at_once(access.check({**scope(), "headers": []}))
     given = scope("/info")
-    assert access.check(given) is None and given["state"] == {"has_key": False}
+    assert at_once(access.check(given)) is None and given["state"] == {"has_key": False}
     given = scope("/info", authorization="bearer one")
-    assert access.check(given) is None and given["state"] == {"has_key": True}
+    assert at_once(access.check(given)) is None and given["state"] == {"has_key": True}

@@ -18,6 +18,8 @@ import uvicorn
 
 from app.engine.scheduler.batch import Batch, SampledTokens
 from app.engine.worker import Worker
+from app.hardware.plan.plan import decide_api_processes
+from app.server.api_processes import ApiProcesses
 from app.server.app import create_app
 from app.server.listeners import listen, url_of
 from app.server.prepare import prepare
@@ -29,6 +31,8 @@ from synchronous_runner import AtOnce
 
 # With `on`, the tests that hold no engine run with one in a process of its own.
 WHERE = os.environ.get("ARMATURE_TEST_ENGINE_PROCESS", "off")
+# With 2, they speak to an API process beside the main one, and to no other.
+API_PROCESSES = int(os.environ.get("ARMATURE_TEST_API_PROCESSES", "1"))
 PATIENCE = 60.0  # seconds; a busy machine is no failure
 
 
@@ -72,22 +76,37 @@ class Reins:
 
 
 class LiveServer:
-    """`client` speaks to it; `reins` hold its engine."""
+    """`client` speaks to it; `reins` hold its engine.
 
-    def __init__(self, model: Path, **settings: Any) -> None:
+    Of several API processes, the main one takes no connections, unless `all_accept`: each request tests another one.
+    """
+
+    def __init__(self, model: Path, all_accept: bool = False, **settings: Any) -> None:
         self.reins = Reins()
         self.fatal: list[BaseException] = []
-        given = Settings(model=model, port=0, threads=1, **{"precision": "fp32", "engine_process": WHERE, **settings})
+        usual: dict[str, Any] = {"precision": "fp32", "engine_process": WHERE, "api_processes": API_PROCESSES}
+        if settings.get("api_processes", API_PROCESSES) > 1:
+            usual["engine_process"] = "on"
+        given = Settings(model=model, port=0, threads=1, **{**usual, **settings})
         tracer = start_tracer(given, {})
-        self.find_served = ServerRuntime(prepare(given), self.fatal.append, tracer=tracer)
+        number = decide_api_processes(given).value
+        self.processes = None if number == 1 else ApiProcesses(number, given, [given], is_single=True)
+        beside = None if self.processes is None else self.processes.beside(0)
+        self.find_served = ServerRuntime(prepare(given), self.fatal.append, tracer=tracer, beside=beside)
         worker = self.find_served.worker
         if isinstance(worker, Worker):
             build, worker._build = worker._build, lambda report: self.reins.take(build(report))
         (listener,) = listen(given.host, given.port).sockets
         self.url = url_of(listener)
-        self.server = uvicorn.Server(server_config(create_app(self.find_served.runtime()), given))
+        if self.processes is None:
+            app = create_app(self.find_served.runtime())
+        else:
+            app, self.processes.sockets = self.processes.application(self.find_served), (listener,)
+        self.server = uvicorn.Server(server_config(app, given, number))
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        sockets = [listener] if self.processes is None or all_accept else []
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": sockets})
+        self._listener = listener
 
     def start(self) -> LiveServer:
         self._thread.start()
@@ -95,6 +114,8 @@ class LiveServer:
 
     def wait_until_ready(self) -> LiveServer:
         until(lambda: self.client.get("/readyz").status_code == 200)
+        if self.processes is not None:
+            until(lambda: all(each.served for each in self.processes.others))  # type: ignore[union-attr]
         return self
 
     def stop(self) -> None:
@@ -103,6 +124,7 @@ class LiveServer:
         self.server.should_exit = True
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
+        self._listener.close()
 
     def generate(self, **body: Any) -> httpx.Response:
         return self.client.post("/generate", json={"prompt": "Once upon", "temperature": 0, **body})

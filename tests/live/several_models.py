@@ -15,6 +15,8 @@ import httpx
 import pytest
 import uvicorn
 
+from app.hardware.plan.plan import decide_api_processes
+from app.server.api_processes import ApiProcesses
 from app.server.app import create_app
 from app.server.listeners import listen, url_of
 from app.server.models import ModelRegistry
@@ -35,12 +37,19 @@ class LiveModels:
             Settings(**{**common, **usual, **table, "served_model_name": (name, *table.get("served_model_name", ()))})
             for name, table in tables.items()
         ]
-        self.registry = ModelRegistry(given, settings, self.fatal.append)
+        number = decide_api_processes(given).value
+        self.processes = None if number == 1 else ApiProcesses(number, given, settings, is_single=False)
+        self.registry = ModelRegistry(given, settings, self.fatal.append, processes=self.processes)
         (listener,) = listen(given.host, given.port).sockets
         self.url = url_of(listener)
-        self.server = uvicorn.Server(server_config(create_app(self.registry.runtime()), given))
+        if self.processes is None:
+            app = create_app(self.registry.runtime())
+        else:
+            app, self.processes.sockets = self.processes.application(self.registry), (listener,)
+        self.server = uvicorn.Server(server_config(app, given, number))
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        sockets = [listener] if self.processes is None else []
+        self._thread, self._listener = threading.Thread(target=self.server.run, kwargs={"sockets": sockets}), listener
         self._thread.start()
 
     def wait_until_ready(self) -> LiveModels:
@@ -66,6 +75,7 @@ class LiveModels:
         self.server.should_exit = True
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
+        self._listener.close()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,9 @@ skipped by its name.
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
+import io
 import json
 import math
 import os
@@ -22,6 +24,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.settings import DEMO_DIRECTORY
+from picture_checkpoints import write_reader
 from tests.live.live_server import LiveServer, live
 from tiny_encoders import write_encoder
 
@@ -56,6 +59,15 @@ def client_module(name: str, package: str) -> Any:
 @pytest.fixture(scope="module")
 def running() -> Iterator[LiveServer]:
     with live(DEMO_DIRECTORY, served_model_name="demo", any_model_name="on") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server of a tiny model that reads pictures."""
+    path = tmp_path_factory.mktemp("reader") / "model"
+    write_reader(path, "SmolVLMForConditionalGeneration/llama")
+    with live(path, served_model_name="demo", any_model_name="on") as server:
         yield server
 
 
@@ -135,6 +147,80 @@ def test_langchain_embeds(vectors: LiveServer) -> None:
     ollama = client_module("langchain_ollama", "langchain-ollama").OllamaEmbeddings(model="tiny", base_url=vectors.url)
     length = math.hypot(*many[1])
     assert ollama.embed_query("world") == pytest.approx([value / length for value in many[1]], abs=1e-4)
+
+
+# ---- pictures ------------------------------------------------------------------------------------------------------
+
+
+def a_picture() -> str:
+    """A picture in base64."""
+    image = importlib.import_module("PIL.Image")
+    file = io.BytesIO()
+    image.new("RGB", (60, 40), "red").save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def check_picture_was_read(reader: LiveServer, texts: list[str]) -> None:
+    assert len(set(texts)) == 1 and texts[0], texts
+    assert reader.metric("armature_pictures_total", kind="cached") >= 1
+
+
+@pytest.mark.parametrize("kind", FRAMEWORKS)
+def test_langchain_sends_a_picture(reader: LiveServer, kind: str) -> None:
+    messages = client_module("langchain_core.messages", "langchain-core")
+    model = langchain_model(kind, reader.url)
+    url = f"data:image/png;base64,{a_picture()}"
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": url}}]
+    if kind == "anthropic":
+        source = {"type": "base64", "media_type": "image/png", "data": a_picture()}
+        parts[1] = {"type": "image", "source": source}
+    asked = [messages.HumanMessage(parts)]
+    whole = model.invoke(asked)
+    assert whole.usage_metadata["input_tokens"] > 34
+    streamed = "".join(str(part.text) for part in model.stream(asked))
+    check_picture_was_read(reader, [streamed] if kind == "anthropic" else [streamed, str(whole.text)])
+
+
+def test_openais_responses_send_a_picture(reader: LiveServer) -> None:
+    openai = client_module("openai", "openai")
+    url = f"data:image/png;base64,{a_picture()}"
+    content = [
+        {"type": "input_image", "image_url": url, "detail": "auto"},
+        {"type": "input_text", "text": "What is it?"},
+    ]
+    options: Any = {"model": "demo", "input": [{"role": "user", "content": content}], "temperature": 0.0}
+    options["max_output_tokens"] = LIMIT
+    with openai.OpenAI(base_url=f"{reader.url}/v1", api_key="none", max_retries=0) as client:
+        whole = client.responses.create(**options)
+        with client.responses.create(**options, stream=True) as events:
+            streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert whole.usage.input_tokens > 34
+    check_picture_was_read(reader, [whole.output_text, streamed])
+
+
+def test_anthropics_client_sends_a_picture(reader: LiveServer) -> None:
+    anthropic = client_module("anthropic", "anthropic")
+    source = {"type": "base64", "media_type": "image/png", "data": a_picture()}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+    options: Any = {"model": "demo", "messages": [{"role": "user", "content": content}]}
+    with anthropic.Anthropic(base_url=reader.url, api_key="none", max_retries=0, timeout=60) as client:
+        counted = client.messages.count_tokens(**options).input_tokens
+        with client.messages.stream(**options, max_tokens=LIMIT, temperature=0.0) as stream:
+            streamed = "".join(stream.text_stream)
+            usage = stream.get_final_message().usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted > 34
+    check_picture_was_read(reader, [streamed])
+
+
+def test_ollamas_client_sends_a_picture(reader: LiveServer) -> None:
+    ollama = client_module("ollama", "ollama")
+    options: Any = {"model": "demo", "options": {"num_predict": LIMIT, "temperature": 0}}
+    options["messages"] = [{"role": "user", "content": "What is it?", "images": [base64.b64decode(a_picture())]}]
+    with ollama.Client(host=reader.url, timeout=60) as client:
+        whole = client.chat(**options)
+        streamed = "".join(part.message.content or "" for part in client.chat(**options, stream=True))
+    assert whole.prompt_eval_count > 34
+    check_picture_was_read(reader, [whole.message.content, streamed])
 
 
 # ---- LlamaIndex ----------------------------------------------------------------------------------------------------
@@ -285,18 +371,28 @@ def test_haystack(running: LiveServer) -> None:
 # ---- Node ----------------------------------------------------------------------------------------------------------
 
 
-def test_vercel_ai(running: LiveServer) -> None:
-    """Vercel's `ai` with its provider for compatible servers; CLIENTS_NODE_MODULES names the folder with both."""
+def ask_vercel(url: str, *more: str) -> Any:
+    """Return what Vercel's `ai` got of a server. CLIENTS_NODE_MODULES names the folder with it and its provider."""
     node, modules = shutil.which("node"), os.environ.get("CLIENTS_NODE_MODULES", "")
     if node is None or not (Path(modules) / "ai").is_dir():
         pytest.skip("needs node, and CLIENTS_NODE_MODULES with npm's ai, zod, @ai-sdk/openai-compatible: make clients")
     ran = subprocess.run(
-        [node, str(VERCEL), running.url, modules], capture_output=True, text=True, timeout=120, check=False
+        [node, str(VERCEL), url, modules, *more], capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout)
+    return json.loads(ran.stdout)
+
+
+def test_vercel_ai(running: LiveServer) -> None:
+    said = ask_vercel(running.url)
     assert said["text"] == said["streamed"] != ""
     check_trip(Trip(**said["object"]))
     check_trip(Trip(**said["call"]))
     assert said["usage"] <= LIMIT
     assert said["responses"]
+
+
+def test_vercel_ai_sends_a_picture(reader: LiveServer) -> None:
+    said = ask_vercel(reader.url, a_picture())
+    assert said["prompt"] > 34
+    check_picture_was_read(reader, [said["text"], said["streamed"]])

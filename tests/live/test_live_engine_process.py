@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.server import engine_process
+from app.server import engine_process, subprocesses
 from app.server.engine_process import EngineProcess
 from app.settings import DEMO_DIRECTORY
 from tests.live.live_server import PATIENCE, LiveServer, ServerProcess, live, server_process, starting, until
@@ -162,7 +162,7 @@ def test_the_end_of_an_engine_ends_its_requests_alone_and_it_is_started_again(
     apart: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(apart)
-    monkeypatch.setattr(engine, "_delay_seconds", 0.05)
+    monkeypatch.setattr(engine._delay, "seconds", 0.05)
     first = engine.pid
     assert first is not None
     begun = threading.Barrier(NUM_STREAMS + 1)
@@ -199,15 +199,15 @@ def test_an_engine_that_cannot_be_started_again_yet_is_tried_until_it_can(
     def fail(*arguments: Any, **options: Any) -> None:
         raise errors[next(num_failures) % 2]
 
-    monkeypatch.setattr(engine, "_delay_seconds", 0.02)
+    monkeypatch.setattr(engine._delay, "seconds", 0.02)
     monkeypatch.setattr(engine_process, "MAX_FAILED_STARTS", 10**6)
-    monkeypatch.setattr(engine_process.subprocess, "Popen", fail)
+    monkeypatch.setattr(subprocesses.subprocess, "Popen", fail)
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
     for reason in ("no memory", "no thread"):
         until(lambda reason=reason: reason in apart.client.get("/healthz").json().get("stage", ""))  # type: ignore[misc]
         assert apart.generate(max_tokens=2).status_code == 503
-    monkeypatch.setattr(engine_process.subprocess, "Popen", begin)
+    monkeypatch.setattr(subprocesses.subprocess, "Popen", begin)
     until(lambda: apart.client.get("/readyz").status_code == 200)
     assert apart.client.get("/healthz").json() == {"status": "alive"}
     assert apart.generate(max_tokens=2).status_code == 200
@@ -268,8 +268,8 @@ def test_a_stop_while_loading_is_no_failure(tiny: Path) -> None:
 
 
 def test_an_engine_that_never_starts_ends_the_server(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "_MAIN", "import os; os._exit(3)")
-    monkeypatch.setattr(engine_process, "FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(subprocesses, "_MAIN", "import os; os._exit(3)")
+    monkeypatch.setattr(subprocesses, "FIRST_DELAY_SECONDS", 0.01)
     with starting(tiny, engine_process="on", calibrate="off") as server:
         until(lambda: server.fatal != [])
     assert "status 3" in str(server.fatal[0])

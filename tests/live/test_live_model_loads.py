@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from app.api import streaming
-from app.server import engine_process
 from app.server import models as registry_module
+from app.server import subprocesses
 from app.server.engine_process import EngineProcess
 from tests.live.live_server import PATIENCE, until
 from tests.live.several_models import LiveModels, several
@@ -282,7 +282,7 @@ def test_the_least_recently_used_one_is_unloaded_if_memory_is_short(embed: Path,
 def test_an_engine_that_is_killed_is_started_again_while_others_serve(
     tiny: Path, embed: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(engine_process, "FIRST_DELAY_SECONDS", 0.05)
+    monkeypatch.setattr(subprocesses, "FIRST_DELAY_SECONDS", 0.05)
     with several({"tiny": tiny, "embed": embed}) as server:
         engine = server.registry.entries[0].serving.worker
         assert isinstance(engine, EngineProcess) and engine.pid is not None

@@ -1,8 +1,9 @@
-// Ask a server with Vercel's AI SDK: `node vercel_client.mjs URL MODULES`. Prints what it got as JSON.
+// Ask a server with Vercel's AI SDK: `node vercel_client.mjs URL MODULES [PICTURE]`. Prints what it got as JSON. With a
+// picture, in base64, it asks about that alone.
 import { createRequire } from "node:module";
 import path from "node:path";
 
-const [url, modules] = process.argv.slice(2);
+const [url, modules, picture] = process.argv.slice(2);
 const load = createRequire(path.join(path.resolve(modules), "index.js"));
 const { generateText, streamText, generateObject, tool } = load("ai");
 const { createOpenAICompatible } = load("@ai-sdk/openai-compatible");
@@ -17,6 +18,15 @@ const prompt = "Tell me a story.";
 const trip = z.object({ city: z.enum(["Paris", "Rome"]), days: z.number().int().min(1).max(9) });
 const short = { model, prompt, temperature: 0, maxOutputTokens: 24, maxRetries: 0 };
 
+if (picture) {
+  const content = [{ type: "text", text: "What is it?" }, { type: "file", mediaType: "image/png", data: picture }];
+  const asked = { model, messages: [{ role: "user", content }], temperature: 0, maxOutputTokens: 24, maxRetries: 0 };
+  const { text, usage } = await generateText(asked);
+  let streamed = "";
+  for await (const part of streamText(asked).textStream) streamed += part;
+  console.log(JSON.stringify({ text, streamed, prompt: usage.inputTokens }));
+  process.exit(0);
+}
 const whole = await generateText(short);
 const stream = streamText(short);
 let streamed = "";

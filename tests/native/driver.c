@@ -47,8 +47,6 @@ static const struct {
     {"attention", attends, OP_ATTENTION},
     {"positions turned, keys and values cached", turns, OP_TURN},
     {"rows of latent attention, bit for bit", latent_rows, OP_LATENT},
-    {"rows that short convolutions cache", convolved, OP_CONVOLVED_ROWS},
-    {"short convolutions over a cache", convolutions, OP_CONVOLVE},
     {"recurrences, in chunks and by token", recurrences, OP_RECUR},
     {"what a recurrence reads", recurrent_inputs, OP_RECUR_INPUTS},
     {"streams before and after a layer", altered_streams, OP_ALTUP},

@@ -1,4 +1,4 @@
-/* Tests of what takes the place of plain heads: the rows of latent attention, short convolutions over a cache, recurrences. */
+/* Tests of what takes the place of plain heads: the rows of latent attention, recurrences. */
 #include "cache.h"
 
 static void *elements(int64_t count, int64_t wide) {
@@ -40,74 +40,6 @@ int64_t latent_rows(void) {
     return 12;
 }
 
-int64_t convolved(void) {
-    for (int64_t i = 0; i < 8; i++) {
-        const int64_t rows = between(1, 9), size = between(1, 200), wide = i % 2, stride = 3 * size + below(3);
-        void *x = elements((rows - 1) * stride + 3 * size, wide), *out = room(rows * 2 * size * (wide ? 4 : 2));
-        const convolved_rows_arguments a = {x, out, stride, rows, size, wide};
-        run(OP_CONVOLVED_ROWS, &a);
-        for (int64_t at = 0; at < rows * size; at++) {
-            const int64_t row = at / size, column = at % size, from = row * stride + column, to = row * 2 * size + column;
-            const float expected = get_element(x, wide, from) * get_element(x, wide, from + 2 * size), found = get_element(out, wide, to + size);
-            if (!same(get_element(out, wide, to), get_element(x, wide, from + size))) failed("row %d, column %d is another gate", (int)row, (int)column);
-            if (!close_to(found, expected, wide ? 1e-6 : fabsf(expected) / 200 + 1e-6)) failed("row %d, column %d: %g for %g", (int)row, (int)column, found, expected);
-        }
-        free(x), free(out);
-    }
-    return 8;
-}
-
-/* A prefix of a sequence may be in another place. */
-static int64_t cached_row(const sequence *s, int64_t position) {
-    const segment *part = s->num_segments > 1 && position >= s->segments[1].position ? s->segments + 1 : s->segments;
-    return part->first + position - part->position;
-}
-
-static double convolution(const convolve_arguments *a, const cache *c, const sequence *s, int64_t token, int64_t channel) {
-    const int64_t channels = 2 * a->heads * a->head_dim, block = channel / a->head_dim;
-    double sum = 0;
-    for (int64_t k = 0; k < a->width; k++) {
-        const int64_t position = s->start + token - a->width + 1 + k;
-        if (position < 0) continue;
-        const float x = cached(c, block >= a->heads, cached_row(s, position), block % a->heads, channel % a->head_dim);
-        sum += (double)x * a->filters[k * channels + channel];
-    }
-    return sum * get_element(a->query, a->wide, (s->first + token) * a->query_stride + channel);
-}
-
-int64_t convolutions(void) {
-    static const int64_t HEAD_DIMS[] = {64, 8, 80, 256, 12, 72};
-    for (int64_t i = 0; i < 12; i++) {
-        const int64_t heads = between(1, 3), head_dim = HEAD_DIMS[i % 6], channels = 2 * heads * head_dim, count = between(1, 4), width = between(1, 4);
-        const int kind = (int)(i % 3), wide = kind == CACHE_FP32;
-        attention_step *step = room((int64_t)sizeof *step + count * (int64_t)sizeof(sequence));
-        int64_t tokens = 0, held = 0;
-        for (int64_t n = 0; n < count; n++) {
-            const int64_t start = below(9), own = n % 2 ? between(1, 20) : 1, prefix = start ? below(start) : 0;
-            sequence s = {.first = tokens, .num_tokens = own, .start = start, .num_segments = prefix ? 2 : 1};
-            if (prefix) s.segments[0] = (segment){held, prefix, 0}, held += prefix + 1;
-            s.segments[s.num_segments - 1] = (segment){held, start + own - prefix, prefix};
-            held += start + own - prefix, tokens += own, step->sequences[n] = s;
-        }
-        step->num_sequences = count, step->scratch = NULL;
-        cache c = new_cache(held, heads, head_dim, kind, 1);
-        const int64_t strides[2] = {channels + below(3), channels + below(3)};
-        void *query = elements((tokens - 1) * strides[0] + channels, wide), *out = room(((tokens - 1) * strides[1] + channels) * (wide ? 4 : 2));
-        float *filters = elements(width * channels, 1);
-        const convolve_arguments a = {query, out, step, c.kv, filters, strides[0], strides[1], heads, head_dim, width, wide};
-        run(OP_CONVOLVE, &a);
-        for (int64_t n = 0; n < count; n++)
-            for (int64_t at = 0; at < step->sequences[n].num_tokens * channels; at++) {
-                const int64_t token = at / channels, channel = at % channels;
-                const double expected = convolution(&a, &c, &step->sequences[n], token, channel);
-                const float found = get_element(out, wide, (step->sequences[n].first + token) * strides[1] + channel);
-                if (!close_to(found, expected, (wide ? 1e-5 : fabs(expected) / 200) + 1e-5)) failed("sequence %d, token %d, channel %d: %g for %g", (int)n, (int)token, (int)channel, found, expected);
-            }
-        free(step), free(c.bytes), free(query), free(out), free(filters);
-    }
-    return 12;
-}
-
 /* The state of a head, one key of the matrix after the other, in the library's order of columns. */
 static int64_t state_at(const recur_arguments *a, int64_t head, int64_t key, int64_t value) {
     const int64_t tiles = (a->value_size + STATE_COLUMNS - 1) / STATE_COLUMNS;
@@ -138,20 +70,21 @@ static void recurred(const recur_arguments *a, double *state, int64_t row, int64
 int64_t recurrences(void) {
     static const int64_t TOKENS[] = {1, 3, 4, 32, 33, 70};
     for (int64_t i = 0; i < 16; i++) {
-        const int64_t groups = between(1, 3), heads = groups * between(1, 3), key_size = i == 15 ? 260 : between(1, 70), value_size = between(1, 70), runs = between(1, 3), delta = i % 2;
+        const int64_t groups = between(1, 3), heads = groups * between(1, 3), key_size = i == 15 ? MOST_KEYS : between(1, 70), value_size = between(1, 70), runs = between(1, 3), delta = i % 2;
         const int64_t channels = 2 * groups * key_size + heads * value_size, stride = heads * ((value_size + STATE_COLUMNS - 1) / STATE_COLUMNS) * STATE_COLUMNS * key_size;
         state_step *step = room((int64_t)sizeof *step + runs * (int64_t)sizeof *step->runs);
         int64_t tokens = 0;
         step->num_runs = runs;
         for (int64_t n = 0; n < runs; n++) {
-            step->runs[n] = (state_run){tokens, TOKENS[below(6)], n % 2, n};
+            step->runs[n] = (state_run){tokens, TOKENS[below(6)], n % 2, n, n % 2 && i % 3 == 0, n ? -1 : runs};
+            if (step->runs[n].drafts && step->runs[n].num_tokens > STATE_COLUMNS) step->runs[n].num_tokens = STATE_COLUMNS;
             tokens += step->runs[n].num_tokens;
         }
         float *x = elements(tokens * channels, 1), *scales = room(tokens * 2 * heads * 4), *skips = elements(heads, 1), *out = room(tokens * heads * value_size * 4);
-        float *states = room(runs * stride * 4);
+        float *states = room((runs + 1) * stride * 4);
         double *known = room(stride * 8), expected[70];
         for (int64_t at = 0; at < tokens * 2 * heads; at++) scales[at] = fabsf(number());
-        for (int64_t at = 0; at < runs * stride; at++) states[at] = number();
+        for (int64_t at = 0; at < (runs + 1) * stride; at++) states[at] = number();
         const recur_arguments a = {x, scales, delta ? NULL : skips, step, out, states, stride, channels, 0, groups * key_size, 2 * groups * key_size, heads, groups, key_size, value_size, delta, i % 4 == 0};
         float *before = room(runs * stride * 4);
         memcpy(before, states, (size_t)(runs * stride) * 4);
@@ -168,34 +101,42 @@ int64_t recurrences(void) {
             }
             for (int64_t at = 0; at < heads * key_size * value_size; at++) {
                 const int64_t place = state_at(&a, at / value_size / key_size, at / value_size % key_size, at % value_size);
-                if (!close_to(states[n * stride + place], known[place], 1e-4 * (fabs(known[place]) + 10))) failed("state %d of sequence %d: %g for %g", (int)place, (int)n, states[n * stride + place], known[place]);
+                const double kept = step->runs[n].drafts ? before[n * stride + place] : known[place];
+                if (!close_to(states[n * stride + place], kept, 1e-4 * (fabs(kept) + 10))) failed("state %d of sequence %d: %g for %g", (int)place, (int)n, states[n * stride + place], kept);
             }
         }
+        if (memcmp(states, states + runs * stride, (size_t)stride * 4)) failed("another state is saved");
         free(step), free(x), free(scales), free(skips), free(out), free(states), free(before), free(known);
     }
     return 16;
 }
 
+static float input_of(const recur_inputs_arguments *a, int64_t token, int64_t channel) {
+    const int64_t at = token * a->x_stride + channel;
+    return get_element(a->x, a->wide, at) * (a->gated ? get_element(a->x, a->wide, at + 2 * a->channels) : 1.0f);
+}
+
 int64_t recurrent_inputs(void) {
     for (int64_t i = 0; i < 8; i++) {
-        const int64_t channels = between(1, 600), heads = between(1, 40), width = between(2, MOST_WIDTH), wide = i % 2, tokens = between(1, 9), start = i % 3, x_stride = channels + below(3), step_stride = heads + below(3);
+        const int64_t channels = between(1, 600), heads = between(1, 40), width = between(2, MOST_WIDTH), wide = i % 2, tokens = between(1, 9), start = i % 3, gated = i > 5, x_stride = (gated ? 3 : 1) * channels + below(3), step_stride = heads + below(3);
         state_step *step = room((int64_t)sizeof *step + (int64_t)sizeof *step->runs);
-        step->num_runs = 1, step->runs[0] = (state_run){0, tokens, start, 1};
+        step->num_runs = 1, step->runs[0] = (state_run){0, tokens, start, 1, start > 1, start ? -1 : 0};
         const int64_t stride = (width - 1) * channels;
-        void *x = elements((tokens - 1) * x_stride + channels, wide), *steps = elements((tokens - 1) * step_stride + heads, wide), *betas = elements((tokens - 1) * step_stride + heads, wide);
-        float *out = room(tokens * channels * 4), *scales = room(tokens * 2 * heads * 4), *states = elements(2 * stride, 1), *filters = elements(width * channels, 1);
+        void *x = elements((tokens - 1) * x_stride + (gated ? 3 : 1) * channels, wide), *steps = elements((tokens - 1) * step_stride + heads, wide), *betas = elements((tokens - 1) * step_stride + heads, wide);
+        float *out = room(tokens * channels * 4), *scales = room(tokens * 2 * heads * 4), *states = elements(2 * stride, 1), *filters = elements(width * channels, 1), *kept = room(tokens * (channels + 2 * heads) * 4);
         float *bias = elements(channels, 1), *rates = elements(heads, 1), *step_bias = elements(heads, 1), *before = room(stride * 4);
         memcpy(before, states + stride, (size_t)stride * 4);
-        const recur_inputs_arguments a = {x, steps, i % 2 ? betas : NULL, step, out, scales, states, filters, bias, rates, step_bias, x_stride, step_stride, stride, channels, heads, width, wide, wide, 0.1, 1.5, 0.5};
+        const recur_inputs_arguments a = {x, steps, i % 2 ? betas : NULL, step, out, scales, states, kept, filters, bias, rates, step_bias, x_stride, step_stride, stride, channels, heads, width, wide, wide, gated, 0.1, 1.5, 0.5, 1.0};
         run(OP_RECUR_INPUTS, &a);
         for (int64_t at = 0; at < tokens * channels; at++) {
             const int64_t t = at / channels, c = at % channels;
             double sum = bias[c];
             for (int64_t k = 0; k < width; k++) {
                 const int64_t from = t - width + 1 + k;
-                sum += filters[k * channels + c] * (from >= 0 ? get_element(x, wide, from * x_stride + c) : start ? before[(from + width - 1) * channels + c] : 0);
+                sum += filters[k * channels + c] * (from >= 0 ? input_of(&a, from, c) : start ? before[(from + width - 1) * channels + c] : 0);
             }
-            if (!close_to(out[at], sum / (1 + exp(-sum)), 1e-4)) failed("token %d, channel %d: %g for %g", (int)t, (int)c, out[at], sum / (1 + exp(-sum)));
+            const double expected = gated ? sum * get_element(x, wide, t * x_stride + channels + c) : sum / (1 + exp(-sum));
+            if (!close_to(out[at], expected, 1e-4 * (1 + fabs(expected)))) failed("token %d, channel %d: %g for %g", (int)t, (int)c, out[at], expected);
         }
         for (int64_t at = 0; at < tokens * heads; at++) {
             const int64_t t = at / heads, h = at % heads;
@@ -204,7 +145,18 @@ int64_t recurrent_inputs(void) {
             if (!close_to(scales[t * 2 * heads + h], exp(-rates[h] * kept), 1e-4)) failed("token %d, head %d: another decay", (int)t, (int)h);
             if (!close_to(scales[(t * 2 + 1) * heads + h], factor, 1e-4)) failed("token %d, head %d: another factor", (int)t, (int)h);
         }
-        free(step), free(x), free(steps), free(betas), free(out), free(scales), free(states), free(filters), free(bias), free(rates), free(step_bias), free(before);
+        for (int64_t at = 0; at < stride; at++) {
+            const int64_t from = tokens * channels + at - stride, k = at / channels, c = at % channels;
+            const float newest = from >= 0 ? input_of(&a, tokens - width + 1 + k, c) : start ? before[at + tokens * channels] : 0;
+            if (!start && states[at] != newest) failed("input %d of the saved state: %g for %g", (int)at, states[at], newest);
+            if (states[stride + at] != (start > 1 ? before[at] : newest)) failed("input %d of the state: %g for %g", (int)at, states[stride + at], newest);
+        }
+        for (int64_t at = 0; start > 1 && at < tokens * (channels + 2 * heads); at++) {
+            const int64_t t = at / (channels + 2 * heads), c = at % (channels + 2 * heads), h = c - channels;
+            const float given = h < 0 ? input_of(&a, t, c) : h < heads ? get_element(steps, wide, t * step_stride + h) : get_element(betas, wide, t * step_stride + h - heads);
+            if ((h < heads || i % 2) && kept[at] != given) failed("token %d keeps %g for %g", (int)t, kept[at], given);
+        }
+        free(step), free(x), free(steps), free(betas), free(out), free(scales), free(states), free(filters), free(bias), free(rates), free(step_bias), free(before), free(kept);
     }
     return 8;
 }

@@ -45,6 +45,6 @@ int close_to(double value, double expected, double tolerance);
 
 /* The tests: each checks many shapes at the level in use and returns how many. */
 typedef int64_t check(void);
-check quantized_rows, exact_products, near_products, bad_activations, rows_alone, widened_rows, norms, layer_norms, activated_rows, whole_texts, texts_in_lanes, gates, gathers, pools, stored_rows, turning_angles, picks, bf16_products, bf16_rows_alone, bf16_rows, fp32_products, fp32_rows_alone, fp32_rows, top_elements, attends, turns, int4_scales, gptq_codes, wide_products, adapters, routes, mixtures, latent_rows, convolved, convolutions, recurrences, recurrent_inputs, altered_streams, matched_rows, odd_calls;
+check quantized_rows, exact_products, near_products, bad_activations, rows_alone, widened_rows, norms, layer_norms, activated_rows, whole_texts, texts_in_lanes, gates, gathers, pools, stored_rows, turning_angles, picks, bf16_products, bf16_rows_alone, bf16_rows, fp32_products, fp32_rows_alone, fp32_rows, top_elements, attends, turns, int4_scales, gptq_codes, wide_products, adapters, routes, mixtures, latent_rows, recurrences, recurrent_inputs, altered_streams, matched_rows, odd_calls;
 
 #endif

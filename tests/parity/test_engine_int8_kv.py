@@ -75,7 +75,7 @@ def part(token_ids: list[int], start: int, end: int, slot: int) -> ScheduledSpan
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Lfm2ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
 def test_it_stays_near_bf16(level: str, architecture: str, tmp_path: Path) -> None:
     """Prompts side by side, then tokens one by one. Logits of standard deviation about 1, in 8-bit products."""
     with at_level(level):
@@ -90,13 +90,12 @@ def test_it_stays_near_bf16(level: str, architecture: str, tmp_path: Path) -> No
                 if start < end
             ]
             expected, found = wide.run(*spans), narrow.run(*spans)
-            atol = 0.2 if architecture == "Lfm2ForCausalLM" else 0.12  # more of its layers read the cache unweighted
-            torch.testing.assert_close(found, expected, atol=atol, rtol=0.0)
+            torch.testing.assert_close(found, expected, atol=0.12, rtol=0.0)
             assert not torch.equal(found, expected)  # it is int8 that attends
             starts = ends
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Lfm2ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
 @pytest.mark.parametrize("chunk", [7, 64, 150])
 def test_a_prompt_in_chunks_leaves_the_codes_of_a_whole_one(architecture: str, chunk: int, tmp_path: Path) -> None:
     model = load(write_checkpoint(tmp_path, architecture, seed=11), "int4", max_model_len=MAX_LEN, deterministic=True)

@@ -46,7 +46,9 @@ class Served:
         self.pool = KvSlots(
             SLOTS,
             capacity,
-            checkpoints=StateCheckpoints(SLOTS, checkpoints, checkpoint_tokens) if config.state_sizes else None,
+            checkpoints=StateCheckpoints(SLOTS, checkpoints, checkpoint_tokens, cache.state_bytes)
+            if config.state_sizes
+            else None,
         )
         limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)
         self.engine = DecoderEngine(Scheduler(self.pool, PrefillBudget(max_batch_tokens), limits, {EOS}), runner)
@@ -233,4 +235,35 @@ def test_a_second_turn_goes_on_from_the_end_of_the_answer(recurrent: torch.nn.Mo
     assert served.said["second", 0] == cold.finish().said["second", 0]
     assert served.said["again", 0] == said
     cached = {name: served.endings[name, 0].timings.cached_tokens for name in ("first", "second", "again")}
-    assert cached == {"first": 0, "second": len(first) + len(said) - 1, "again": len(first) - 1}
+    assert cached == {"first": 0, "second": len(first) + len(said) - 1, "again": len(first) - 16}
+    states = served.engine.snapshot().states
+    assert states is not None and (states.hits, states.recomputed_tokens) == (2, 15)
+    assert states.bytes == (states.checkpoints + 2) * 4 * sum(recurrent.config.state_sizes)  # type: ignore[arg-type, union-attr]
+
+
+def test_a_preempted_sequence_goes_on_from_a_state(recurrent: torch.nn.Module) -> None:
+    """The end of its keys and values is taken, and with it the state after them."""
+    requests = [request_of(str(seed), prompt_of(60, seed), temperature=0.0, max_tokens=40) for seed in (40, 41)]
+    alone, served = Served(recurrent), Served(recurrent, capacity=170)
+    for one in (alone, served):
+        for request in requests:
+            one.add(request)
+        one.finish()
+    assert served.said == alone.said and sum(step.preempted for step in served.stats) == 1
+    assert 0 < sum(step.recomputed_tokens for step in served.stats) < 60
+
+
+def test_choices_share_the_state_before_the_last_token(recurrent: torch.nn.Module) -> None:
+    served = Served(recurrent)
+    served.add(request_of("choices", prompt_of(20, 50), seed=1, n=3))
+    assert len({tuple(said) for said in served.finish().said.values()}) == 3
+    assert sum(step.prefill_tokens for step in served.stats) == 20 + 2
+
+
+def test_a_prefix_without_a_state_counts_as_recomputed(recurrent: torch.nn.Module) -> None:
+    served, shared = Served(recurrent, checkpoint_tokens=512), prompt_of(50, 60)
+    for name, own in (("one", 61), ("two", 62)):
+        served.add(request_of(name, shared + prompt_of(9, own), temperature=0.0, max_tokens=4))
+        served.finish()
+    states = served.engine.snapshot().states
+    assert states is not None and (states.hits, states.recomputed_tokens) == (0, len(shared))

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from app.engine.decoder import prompt_cache
 from app.engine.decoder.prompt_cache import PrefixFiles, PromptCache
+from app.engine.scheduler import scheduler
 from app.hardware.step_times import StepTimeTable
 from app.messages import Generate, LoadedAdapter
 from app.metrics.steps import StepTimeModel
@@ -39,7 +40,7 @@ SLOW_STEPS = StepTimeTable(((1, 1.0),), ((1, 1.0), (64, 64.0)))  # reading alway
 FAST_STEPS = StepTimeTable(((1, 1e-12),), ((1, 1e-12), (64, 64e-12)))
 
 
-@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Lfm2ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
     return load(write_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11), max_model_len=MAX_LEN)
 
@@ -296,3 +297,64 @@ def test_damaged_files_change_no_answer(
             file.unlink()
     second, _ = started(model, torch.bfloat16, folder)
     assert tokens_of(second.generate(REQUESTS[:3])) == plain
+
+
+@pytest.fixture(scope="module", params=["Qwen3_5ForCausalLM", "Mamba2ForCausalLM", "Lfm2ForCausalLM"])
+def recurrent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
+    return load(write_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11), max_model_len=MAX_LEN)
+
+
+def recurrent_start(model: torch.nn.Module, folder: Path) -> tuple[Engine, list[int]]:
+    """An engine that has said something and saved it, and what it said."""
+    engine, _ = started(model, torch.float32, folder)
+    said = tokens_of(engine.generate([REQUESTS[0]]))["greedy", 0]
+    engine.engine.save_prefixes(lambda: False)
+    return engine, said
+
+
+def test_a_restart_goes_on_from_a_state(recurrent: torch.nn.Module, tmp_path: Path) -> None:
+    """A second turn from the end of the answer, others from the last state in what is shared."""
+    _, said = recurrent_start(recurrent, tmp_path)
+    turns = [
+        (LONG + said + prompt_of(5, 9), len(LONG) + len(said) - 1),
+        (LONG, 96),
+        (LONG[:83] + prompt_of(9, 10), 80),
+        (LONG[:20] + prompt_of(40, 11), BLOCK),
+        (LONG[:15] + prompt_of(40, 12), 0),
+    ]
+    for prompt, cached in turns:
+        request = request_of("turn", prompt, temperature=0.0, max_tokens=8)
+        engine, _ = started(recurrent, torch.float32, tmp_path)
+        assert tokens_of(engine.generate([request])) == tokens_of(Engine(recurrent, torch.float32).generate([request]))
+        assert cached_tokens(engine) == cached
+        states = engine.engine.snapshot().states
+        assert states is not None and states.hits == (cached > 0)
+
+
+def test_blocks_before_a_state_may_take_several_steps(
+    recurrent: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, said = recurrent_start(recurrent, tmp_path)
+    monkeypatch.setattr(scheduler, "READ_SECONDS_ALONE", 0.0)
+    engine, cache = started(recurrent, torch.float32, tmp_path)
+    reads: list[int] = []
+    read = cache.files.read
+    cache.files.read = lambda block, rows: reads.append(block.index) or read(block, rows)  # type: ignore[func-returns-value, method-assign]
+    assert tokens_of(engine.generate([REQUESTS[0]]))["greedy", 0] == said
+    assert reads == [0, 1, 2, 3, 4, 5, 6] and cached_tokens(engine) == 96 - 5, "five steps compute a token each"
+
+
+@pytest.mark.parametrize("place", [16, -1], ids=["another version", "damaged"])
+def test_a_state_that_cannot_be_used_is_computed(
+    recurrent: torch.nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: int
+) -> None:
+    _, said = recurrent_start(recurrent, tmp_path)
+    second, cache = started(recurrent, torch.float32, tmp_path)
+    for state in cache.files.names(BLOCK).states(LONG, 1, len(LONG)):
+        file = cache.files.folder / state.name
+        if file.exists():
+            content = bytearray(file.read_bytes())
+            content[place] ^= 255
+            file.write_bytes(content)
+    assert tokens_of(second.generate([REQUESTS[0]]))["greedy", 0] == said
+    assert cached_tokens(second) == 0 and "of the prompt cache cannot be used" in caplog.text

@@ -18,10 +18,10 @@ import torch
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine
-from app.engine.decoder.kv_cache import KvCache, KvShape
+from app.engine.decoder.kv_cache import KvCache, kv_shape_of
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Grammars, Sequence
-from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.kv_allocator import KvSlots, StateCheckpoints
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import NgramDrafter, Speculation
@@ -35,7 +35,7 @@ from engine_simulation import FreeRows
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
 
-MAX_LEN, SLOTS, EOS = 160, 12, 1
+MAX_LEN, SLOTS, EOS, BETWEEN_STATES = 160, 12, 1, 8
 Said = dict[tuple[str, int], list[TokenLogprob]]
 MakeSpeculation = Callable[[], Speculation]
 
@@ -79,11 +79,13 @@ class Engine:
         grammars: Grammars | None = None,
     ) -> None:
         config: Any = model.config
-        cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), dtype)
+        rows = 20 if config.state_sizes else 0
+        cache = KvCache(kv_shape_of(config, SLOTS, MAX_LEN, rows), dtype)
         self.replay = DecoderReplay(cast(Decoder, model), off)
         few = max_decode_queries(config.num_heads, config.num_kv_heads) if fixed else None
         runner = CpuDecoderRunner(self.replay, cache, CpuBackend(dtype), Sampler(config.vocab_size), few)
-        pool = KvSlots(SLOTS, capacity or SLOTS * MAX_LEN)
+        checkpoints = StateCheckpoints(SLOTS, rows, BETWEEN_STATES) if rows else None
+        pool = KvSlots(SLOTS, capacity or SLOTS * MAX_LEN, checkpoints=checkpoints)
         ticks = count()  # every step takes as long, so two runs have the same steps
         scheduler = Scheduler(pool, PrefillBudget(64), EngineLimits(MAX_LEN, SLOTS // 2, 64), {EOS})
         self.engine = DecoderEngine(scheduler, runner, clock=lambda: float(next(ticks)))
@@ -141,7 +143,8 @@ def tokens_of(said: Said) -> dict[tuple[str, int], list[int]]:
 
 
 @pytest.fixture(
-    scope="module", params=["LlamaForCausalLM", "Gemma2ForCausalLM", "Lfm2ForCausalLM", "Qwen3MoeForCausalLM"]
+    scope="module",
+    params=["LlamaForCausalLM", "Gemma2ForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM", "FalconH1ForCausalLM"],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
     return load(write_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11), max_model_len=MAX_LEN)
@@ -204,7 +207,12 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(model: torch.nn.Module) ->
 @pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
 @pytest.mark.parametrize(
     ("architecture", "precision"),
-    [("LlamaForCausalLM", "int4"), ("Gemma3ForCausalLM", "int8"), ("MixtralForCausalLM", "int8")],
+    [
+        ("LlamaForCausalLM", "int4"),
+        ("Gemma3ForCausalLM", "int8"),
+        ("MixtralForCausalLM", "int8"),
+        ("Qwen3_5ForCausalLM", "int8"),
+    ],
 )
 def test_deterministic_means_to_the_last_bit(architecture: str, precision: str, tmp_path: Path) -> None:
     """Log-probabilities and all, in steps that are run again too."""
@@ -219,9 +227,10 @@ def test_deterministic_means_to_the_last_bit(architecture: str, precision: str, 
 
 @pytest.mark.full
 @pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
-def test_recorded_steps_with_draft_tokens_say_what_eager_ones_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3_5ForCausalLM"])
+def test_recorded_steps_with_draft_tokens_say_what_eager_ones_do(architecture: str, tmp_path: Path) -> None:
     """A recording is known by its rows alone: how they are shared out among sequences differs from run to run."""
-    loaded = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN)
+    loaded = load(write_checkpoint(tmp_path, architecture, seed=11), "int4", max_model_len=MAX_LEN)
     plain = Engine(loaded, torch.bfloat16, off="for this test").generate(REQUESTS)
     eager, recorded = Engine(loaded, torch.bfloat16, off="for this test"), Engine(loaded, torch.bfloat16)
     assert eager.generate(REQUESTS, planted(plain, 0.6)) == recorded.generate(REQUESTS, planted(plain, 0.6))

@@ -54,7 +54,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "llguidance": ("text.*",),
     "msgspec": ("messages", "engine.scheduler.*", "server.channel"),
     "huggingface_hub": ("weights.hub.*",),
-    "httpx2": ("weights.hub.*",),
+    "httpx2": ("weights.hub.*", "service.image_urls"),
     "matplotlib": ("armature_bench.report.*",),
     "opentelemetry": ("tracing.*",),
 }

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec, StepContext
+from armature_kernels.attention.convolution import convolve_torch
 from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs, StateRun, recur_torch
 from armature_kernels.elementwise.rope import apply_rope_to_qkv_torch
 
@@ -26,12 +27,6 @@ class PlainAttend:
             none = key.new_zeros(0, *key.shape[1:])
             self.keys[layer] = torch.cat((self.keys.get(layer, none), key))
             self.values[layer] = torch.cat((self.values.get(layer, none), value))
-        if spec.filters is not None:
-            channels = torch.cat((self.keys[layer], self.values[layer]), 1).flatten(1).float()
-            before = channels.new_zeros(len(spec.filters) - 1, channels.shape[1])
-            padded, first = torch.cat((before, channels)), len(channels) - len(query)
-            sums = [(padded[at : at + len(spec.filters)] * spec.filters).sum(0) for at in range(first, len(channels))]
-            return (query.float().flatten(1) * torch.stack(sums)).to(query.dtype)
         group = query.shape[1] // self.keys[layer].shape[1]
         keys, values = (held[layer].float().repeat_interleave(group, 1) for held in (self.keys, self.values))
         scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * spec.scale
@@ -50,9 +45,16 @@ class PlainAttend:
 
     def recur(self, layer: int, inputs: RecurrentInputs, recurrence: Recurrence) -> Tensor:
         state = self.states.setdefault(layer, torch.empty(1, recurrence.sizes.state_elements))
-        run = StateRun(0, len(inputs.steps), self.lengths.get(layer, 0), 0)
-        self.lengths[layer] = run.start + run.num_tokens
-        return recur_torch(inputs, recurrence, state, [run])
+        return recur_torch(inputs, recurrence, state, [self._run(layer, len(inputs.steps))])
+
+    def convolve(self, layer: int, x: Tensor, filters: Tensor) -> Tensor:
+        state = self.states.setdefault(layer, torch.empty(1, len(filters) * filters.shape[1]))
+        return convolve_torch(x, filters, state, [self._run(layer, len(x))])
+
+    def _run(self, layer: int, num_tokens: int) -> StateRun:
+        start = self.lengths.get(layer, 0)
+        self.lengths[layer] = start + num_tokens
+        return StateRun(0, num_tokens, start, 0)
 
 
 def context_of(

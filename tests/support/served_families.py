@@ -134,6 +134,7 @@ _MROPE = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 5000.0},
 }
 _QWEN_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "intermediate_size": 16}
+_QWEN3_VISION = {**_QWEN_VISION, "hidden_size": 16, "out_hidden_size": 32, "num_position_embeddings": 16}
 
 
 def _mistral3(kind: str, text: dict[str, Any]) -> dict[str, Any]:
@@ -289,11 +290,11 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Qwen2VLForConditionalGeneration": {"text_config": _MROPE, "vision_config": _QWEN_VISION},
     "Qwen2_5_VLForConditionalGeneration": {
         "text_config": _MROPE,
-        "vision_config": {**_QWEN_VISION, "hidden_size": 16, "out_hidden_size": 32},
+        "vision_config": _QWEN3_VISION,
     },
     "Qwen3VLForConditionalGeneration": {
         "text_config": {**_MROPE, "head_dim": 8},
-        "vision_config": {**_QWEN_VISION, "hidden_size": 16, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+        "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0]},
     },
     "SeedOssForCausalLM": {**TINY, "attention_bias": True, "attention_out_bias": False},
     "Ernie4_5ForCausalLM": {**TINY, "use_bias": True},
@@ -306,6 +307,15 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "CwmForCausalLM": {**TINY, **_WINDOW},
     "Lfm2MoeForCausalLM": {**_NO_HEAD_DIM, **EXPERTS, **_CONVOLUTIONS, "num_dense_layers": 1},
     "Lfm2ForCausalLM": {**_NO_HEAD_DIM, **_CONVOLUTIONS, "block_multiple_of": 8},
+    "Lfm3ForCausalLM": {
+        **TINY,
+        **_WINDOW,
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        },
+    },
     "PhiForCausalLM": _NO_HEAD_DIM,
     "FalconForCausalLM": {**_FALCON, "bias": True},
     "GPT2LMHeadModel": _GPT,
@@ -402,9 +412,12 @@ SERVED: Mapping[str, dict[str, Any]] = {
     # transformers stores the convolution in three equal parts, so queries, keys and values have equal sizes.
     "OlmoHybridForCausalLM": {**_DELTA_RULE, "head_dim": 8, "linear_num_value_heads": 2, "linear_value_head_dim": 12},
     "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True, "mlp_bias": True},
-    "Qwen3_5ForConditionalGeneration": {"text_config": _DELTA_RULE},
+    "Qwen3_5ForConditionalGeneration": {"text_config": _DELTA_RULE, "vision_config": _QWEN3_VISION},
     "Qwen3_5MoeForCausalLM": {**_DELTA_RULE, **_SHARED},
-    "Qwen3_5MoeForConditionalGeneration": {"text_config": {**_DELTA_RULE, **_SHARED}},
+    "Qwen3_5MoeForConditionalGeneration": {
+        "text_config": {**_DELTA_RULE, **_SHARED},
+        "vision_config": _QWEN3_VISION,
+    },
     "DeepseekV3ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1},
 }
 # Classes whose other halves need packages that the environment does not have: a checkpoint has the text half of the class

@@ -62,15 +62,8 @@ BY_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {"model_type": "gemma3_text", **GEMMA, "num_hidden_layers": 3, "sliding_window_pattern": 3},
 }
 ARCHITECTURES = tuple(BY_ARCHITECTURE)
-# Layers that compute or cache other things than those above. A row of the cache of LFM2 is wider than its attention.
+# Layers that compute or cache other things than those above.
 OTHERS: dict[str, dict[str, Any]] = {
-    "Lfm2ForCausalLM": {
-        "model_type": "lfm2",
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 1,
-        "layer_types": ["conv", "conv", "full_attention", "conv"],
-        "block_auto_adjust_ff_dim": False,
-    },
     "GptOssForCausalLM": {"model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2},
     "BloomForCausalLM": {"model_type": "bloom"},
     "Gemma3nForCausalLM": {
@@ -124,6 +117,13 @@ _DELTA_RULE = {
 }
 # Layers with a recurrent state.
 RECURRENT: dict[str, dict[str, Any]] = {
+    "Lfm2ForCausalLM": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
     "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text", **_DELTA_RULE},
     "Qwen3NextForCausalLM": {
         "model_type": "qwen3_next",

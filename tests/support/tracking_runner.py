@@ -11,7 +11,15 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from app.engine.scheduler.batch import NOT_SAMPLED, Batch, InFlightStep, SampledTokens, ScheduledSpan, Sequence
+from app.engine.scheduler.batch import (
+    NOT_SAMPLED,
+    Batch,
+    InFlightStep,
+    SampledTokens,
+    ScheduledSpan,
+    Sequence,
+    accepted_by_span,
+)
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.messages import TokenScore
 
@@ -110,14 +118,15 @@ class RememberingRunner:
         self._write(batch, marks)
         for span in batch.spans:
             self._read(span, marks[id(span)])
-            if self.pool.checkpoints is not None:
-                self._advance(span, marks[id(span)])
         self._count_pages()
         picked = [
             self._pick(span.sequence, marks[id(span)][position])
             for span in batch.spans
             for position in range(span.end - span.num_samples, span.end)
         ]
+        if self.pool.checkpoints is not None:
+            for span, accepted in accepted_by_span(batch, picked):
+                self._advance(span, marks[id(span)], len(span.draft_ids) + 1 - len(accepted) if accepted else 0)
         scores = [
             ()
             if one.span.sequence.request_id in self.not_finite
@@ -178,11 +187,14 @@ class RememberingRunner:
                 f"slot {slot} holds something else at {position}"
             )
 
-    def _advance(self, span: ScheduledSpan, marks: list[int]) -> None:
-        """The state of a recurrent model stands for all tokens so far, and changes in place."""
+    def _advance(self, span: ScheduledSpan, marks: list[int], rejected: int) -> None:
+        """The state of a recurrent model stands for all tokens so far but rejected ones, and changes in place."""
         if span.start:
             assert self.states[span.slot] == marks[span.start - 1], f"slot {span.slot} has another state"
-        self.states[span.slot] = marks[span.end - 1]
+        self.states[span.slot] = marks[span.end - rejected - 1]
+        for position, row in span.saves:
+            assert span.start < position <= span.end and not span.draft_ids
+            self.states[row] = marks[position - 1]
 
     def _count_pages(self) -> None:
         page = self.pool.tokens_per_page

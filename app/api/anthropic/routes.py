@@ -136,7 +136,7 @@ def _user_messages(message: AnthropicMessage, place: int) -> Iterator[Message]:
     _check_types(message.content, ("tool_result",), message.role, place)
     parts: list[MessagePart] = []
     for block in message.content:
-        if isinstance(block, OtherBlock) and block.picture_url is not None:
+        if isinstance(block, OtherBlock) and block.is_picture:
             parts.append(MessagePart(type="image_url", image_url=block.picture_url))
             continue
         if not isinstance(block, ContentBlock) or block.type != "tool_result":

@@ -61,18 +61,23 @@ class OtherBlock(Body):
 
     def check_fields(self, path: str, ignored: dict[str, None]) -> None:
         """Note that the block is left out. Its message decides whether it may be."""
-        if self.picture_url is None:
-            self.leave_out(path, self.type, ignored)
-        else:
+        if self.is_picture:
             super().check_fields(path, ignored)
+        else:
+            self.leave_out(path, self.type, ignored)
 
     @property
-    def picture_url(self) -> str | None:
-        """The data URL, or the address, of a picture."""
-        if self.type != "image" or not isinstance(self.source, ImageSource):
-            return None
+    def is_picture(self) -> bool:
         source = self.source
-        return source.url if source.data is None else f"data:{source.media_type or ''};base64,{source.data}"
+        is_given = isinstance(source, ImageSource) and not (source.data is None and source.url is None)
+        return self.type == "image" and is_given
+
+    @property
+    def picture_url(self) -> str:
+        """The data URL, or the address, of a picture. It is made at each call, and may be large."""
+        assert isinstance(self.source, ImageSource), "the block is a picture"
+        source = self.source
+        return source.url or "" if source.data is None else f"data:{source.media_type or ''};base64,{source.data}"
 
     @property
     def readable(self) -> str | None:
@@ -194,7 +199,7 @@ def refuse_unreadable(
 ) -> None:
     """Refuse blocks that would have to be read and cannot, by their type."""
     for index, block in enumerate(content if isinstance(content, tuple) else ()):
-        if takes_pictures and isinstance(block, OtherBlock) and block.picture_url is not None:
+        if takes_pictures and isinstance(block, OtherBlock) and block.is_picture:
             continue
         if block.readable is None and (block.type in _TEXT_FIELDS or block.type not in types):
             place = f"{path}[{index}]"

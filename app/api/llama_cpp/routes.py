@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from app.api.llama_cpp.schemas import (
     LlamaCppToken,
     ModelNameBody,
     PromptParts,
+    PromptWithPictures,
     RenderedPrompt,
     SamplingSettings,
     ServerProperties,
@@ -51,7 +53,7 @@ from app.api.streaming import (
 )
 from app.errors import InvalidRequest, NotReady, UnsupportedParameter
 from app.messages import MAX_LOGPROBS, SamplingParams
-from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, Infill, ScoredToken
+from app.service.requests import MEDIA_MARKER, Accepted, ChoiceFinished, GenerationRequest, Infill, Picture, ScoredToken
 from app.service.served_model import ServedDecoder
 from app.service.service import Service
 from app.version import VERSION
@@ -134,6 +136,7 @@ def _kept_probabilities(token: ScoredToken, params: SamplingParams) -> Mapping[i
     return {token_id: share / nucleus for token_id, share in kept.items()}
 
 
+_IMAGE_PLACE = re.compile(r"\[img-(\d{1,18})\]")
 _FORBIDDEN_BIAS = -100.0  # what `false` means
 _RANDOM_SEEDS = (-1, 2**32 - 1)
 _FIELD_NAMES = {
@@ -161,6 +164,8 @@ async def _requests(runtime: ApiRuntime, body: LlamaCppBody) -> list[GenerationR
     base = await _base_request(runtime, body)
     if len(body.prompt) * base.params.n > MAX_TOTAL_CHOICES:
         raise InvalidRequest(f"The number of prompts times n may be at most {MAX_TOTAL_CHOICES}.", field="prompt")
+    if body.image_data:
+        return [_with_image_data(base, body)]
     return [await _with_prompt(runtime, base, prompt) for prompt in body.prompt]
 
 
@@ -191,7 +196,25 @@ async def _base_request(runtime: ApiRuntime, body: LlamaCppBody) -> GenerationRe
 async def _with_prompt(runtime: ApiRuntime, request: GenerationRequest, prompt: PromptParts) -> GenerationRequest:
     if isinstance(prompt, str):
         return replace(request, prompt=prompt)
+    if isinstance(prompt, PromptWithPictures):
+        pictures = (Picture(data, f"prompt.multimodal_data[{place}]") for place, data in enumerate(prompt.pictures))
+        return replace(request, prompt=prompt.text, pictures=tuple(pictures))
     return replace(request, prompt=None, token_ids=await joined_ids(runtime.service, prompt))
+
+
+def _with_image_data(request: GenerationRequest, body: LlamaCppBody) -> GenerationRequest:
+    """Return a request for a prompt with `[img-ID]` in the places of pictures."""
+    if len(body.prompt) != 1 or not isinstance(body.prompt[0], str):
+        raise InvalidRequest("image_data needs a prompt that is one text with [img-ID].", field="prompt")
+    given = {one.id: Picture(one.data, f"image_data[{place}]") for place, one in enumerate(body.image_data or ())}
+    named = [int(name) for name in _IMAGE_PLACE.findall(body.prompt[0])]
+    if (unknown := next((name for name in named if name not in given), None)) is not None:
+        raise InvalidRequest(f"prompt has [img-{unknown}], and image_data no picture with this id.", field="prompt")
+    if (unused := next((name for name in given if name not in named), None)) is not None:
+        field = given[unused].field
+        raise InvalidRequest(f"{field} has the id {unused}, and the prompt no [img-{unused}].", field=field)
+    text = _IMAGE_PLACE.sub(MEDIA_MARKER, body.prompt[0])
+    return replace(request, prompt=text, pictures=tuple(given[name] for name in named))
 
 
 async def _logit_bias(runtime: ApiRuntime, body: LlamaCppBody) -> dict[str, float] | None:
@@ -441,7 +464,8 @@ async def properties(call: ApiCall) -> ServerProperties:
         "model_path": served.name,
         "model_alias": served.name,
         "chat_template": "" if decoder is None or decoder.chat is None else decoder.chat.source,
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": decoder is not None and decoder.pictures is not None, "audio": False},
+        "media_marker": MEDIA_MARKER,
         "bos_token": names.get("bos_token", ""),
         "eos_token": names.get("eos_token", ""),
         "build_info": f"armature-{VERSION}",

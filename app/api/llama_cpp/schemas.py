@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import AfterValidator, Field, WithJsonSchema
@@ -22,11 +23,21 @@ from app.api.schemas import (
     SamplingFields,
     refused,
 )
+from app.errors import UnsupportedParameter
 from app.messages import MAX_LOGIT_BIASES
 from app.metrics.instruments import Api
 
+
+@dataclass(frozen=True, slots=True)
+class PromptWithPictures:
+    """A text with `MEDIA_MARKER` for each picture, and these, in base64."""
+
+    text: str
+    pictures: tuple[str, ...]
+
+
 # A prompt is a text, token ids, or texts and ids in one sequence.
-PromptParts = str | tuple[str | int, ...]
+PromptParts = str | tuple[str | int, ...] | PromptWithPictures
 
 
 def _validate_prompts(value: Any, max_prompts: int = MAX_PROMPTS) -> tuple[PromptParts, ...]:
@@ -46,25 +57,29 @@ def _validate_prompts(value: Any, max_prompts: int = MAX_PROMPTS) -> tuple[Promp
 def _validate_inputs(value: Any) -> tuple[PromptParts, ...]:
     """Return the inputs of an encoder, which checks their number itself."""
     inputs = _validate_prompts(value, sys.maxsize)
-    mixed = [one for one in inputs if not isinstance(one, str) and str in set(map(type, one))]
+    if any(isinstance(one, PromptWithPictures) for one in inputs):
+        raise ValueError("Input objects should have no multimodal_data: an encoder reads no pictures")
+    mixed = [one for one in inputs if isinstance(one, tuple) and str in set(map(type, one))]
     if sum(isinstance(part, str) for one in mixed for part in one) > MAX_PARTS:  # each is tokenized apart
         raise ValueError(f"Input should have at most {MAX_PARTS} strings next to token ids")
     return inputs
 
 
 def _validate_prompt(value: Any) -> PromptParts:
-    """Return one prompt. An object has it as `prompt_string` or as parts of `content`; images are not read."""
+    """Return one prompt. An object has it as `prompt_string`, with pictures, or as parts of `content`."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict):
         return _validate_parts(value)
-    if not value.get("multimodal_data") and isinstance(value.get("prompt_string"), str):
-        return str(value["prompt_string"])
+    text, pictures = value.get("prompt_string"), value.get("multimodal_data") or []
+    if isinstance(text, str) and isinstance(pictures, list) and set(map(type, pictures)) <= {str}:
+        return PromptWithPictures(text, tuple(pictures)) if pictures else text
     content = value.get("content")
     if isinstance(content, list) and content and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
     raise ValueError(
-        'Input objects should be {"prompt_string": "…"} or {"content": [{"type": "text", "text": "…"}]}, without images'
+        'Input objects should be {"prompt_string": "…", "multimodal_data": ["BASE64"]} or'
+        ' {"content": [{"type": "text", "text": "…"}]}'
     )
 
 
@@ -106,9 +121,17 @@ TokenBiases = Annotated[
 ]
 
 
+class ImageData(Body):
+    """A picture in base64. The prompt has `[img-ID]` in its place."""
+
+    data: str
+    id: Int64
+
+
 class LlamaCppBody(SamplingFields):
     """Body of `POST /completion`. `n_predict` below 0 means up to the end of the context.
 
+    Pictures are in `prompt.multimodal_data`, or in the older form `image_data`.
     `model` may name an adapter; other names mean the model, as llama.cpp does.
     """
 
@@ -116,7 +139,8 @@ class LlamaCppBody(SamplingFields):
     REFUSED: ClassVar[Mapping[str, Refusal]] = {
         **OTHER_SAMPLERS,
         **OPENAI_ONLY,
-        **refused(LEAVE_OUT, t_max_predict_ms=(0, -1), lora=([],), image_data=([],), multimodal_data=([],)),
+        **refused(LEAVE_OUT, t_max_predict_ms=(0, -1), lora=([],)),
+        **refused('use prompt: {"prompt_string": "…", "multimodal_data": […]}', multimodal_data=([],)),
     }
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "messages": "send prompt here, or send messages to /v1/chat/completions.",
@@ -125,6 +149,7 @@ class LlamaCppBody(SamplingFields):
 
     model: str | None = None
     prompt: LlamaCppPrompts
+    image_data: Annotated[tuple[ImageData, ...], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     n_predict: Int64 | None = None
     max_tokens: Int64 | None = None
     stream: bool | None = None
@@ -152,6 +177,11 @@ class InfillBody(LlamaCppBody):
     input_prefix: str = ""
     input_suffix: str = ""
     input_extra: Annotated[tuple[InfillFile, ...], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        super().check_fields(path, ignored)
+        if self.image_data:
+            raise UnsupportedParameter("image_data is not supported here: code has no pictures.", field="image_data")
 
 
 class TopToken(TypedDict):
@@ -275,6 +305,7 @@ class ServerProperties(TypedDict):
     model_alias: str
     chat_template: str
     modalities: dict[str, bool]
+    media_marker: str
     bos_token: str
     eos_token: str
     build_info: str

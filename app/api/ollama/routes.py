@@ -393,8 +393,12 @@ def _capabilities(served: ServedModel) -> list[str]:
         return ["embedding"]
     if not isinstance(served, ServedDecoder):
         return []
-    tools = ["tools"] if served.chat is not None else []
-    return ["completion", *tools, *(["thinking"] if served.reasoning_format is not None else [])]
+    given = {
+        "tools": served.chat is not None,
+        "thinking": served.reasoning_format is not None,
+        "vision": served.pictures is not None,
+    }
+    return ["completion", *(name for name, is_given in given.items() if is_given)]
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------

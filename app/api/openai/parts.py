@@ -14,11 +14,12 @@ from app.service.requests import Picture
 _MAX_TYPE = 40  # characters of a type in a sentence
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "reasoning_text"})
 _PICTURE_PARTS = frozenset({"image_url", "input_image"})
+_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 
 
 class ImageUrl(Body):
-    """A picture as a data URL. `detail` has no effect: a model cuts pictures as it was trained."""
+    """A picture as a data URL, or its address. `detail` has no effect: a model cuts pictures as it was trained."""
 
     url: str
     detail: str | None = None
@@ -52,16 +53,24 @@ class MessagePart(Body):
         return self.type in _PICTURE_PARTS and self.image_url is not None
 
     def picture(self, place: str) -> Picture:
-        """Return the picture of the part at this place. Raises `UnsupportedParameter` if it is no data URL."""
-        return Picture(self._url[self.picture_start(place) :], place)
+        """Return the picture of the part at this place. Raises `UnsupportedParameter` if it is none."""
+        url = self._url
+        start = self._start(place)
+        return Picture(url[start:], place, is_url=start == 0)
 
-    def picture_start(self, place: str) -> int:
-        """Return where the picture begins in its data URL. Raises `UnsupportedParameter` if it is none."""
+    def check_picture(self, place: str) -> None:
+        """Raise `UnsupportedParameter` if the picture is neither a data URL nor an address."""
+        self._start(place)
+
+    def _start(self, place: str) -> int:
+        """Return where the picture begins in its data URL; 0 for an address."""
+        if _ADDRESS.match(self._url):
+            return 0
         found = _DATA_URL.match(self._url)
         if found is None:
-            kind = "an address, and this server fetches nothing" if "://" in self._url[:16] else "no data URL"
             raise UnsupportedParameter(
-                f"{place} of type {self.type!r} is {kind}: send the picture itself, as data:image/png;base64,…",
+                f"{place} of type {self.type!r} is neither a data URL nor an address: send the picture itself, as"
+                " data:image/png;base64,…",
                 field=place,
             )
         return found.end()
@@ -87,7 +96,7 @@ def refuse_unread(parts: Any, path: str) -> None:
     for index, part in enumerate(parts if isinstance(parts, tuple) else ()):
         place = f"{path}[{index}]"
         if part.is_picture:
-            part.picture_start(place)
+            part.check_picture(place)
         elif not part.is_text:
             raise UnsupportedParameter(
                 f"{place} is of type {part.type[:_MAX_TYPE]!r}; this server's models read text, and some of them pictures"

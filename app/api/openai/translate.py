@@ -342,7 +342,7 @@ def template_message(message: Message) -> dict[str, Any]:
 
 
 def pictures_of(messages: Sequence[Message]) -> tuple[Picture, ...]:
-    """Return the pictures of a conversation in their order. Raises `InvalidRequest` for one that is no data URL."""
+    """Return the pictures of a conversation in their order. Raises `InvalidRequest` for one that is none."""
     return tuple(
         part.picture(f"messages[{place}].content[{index}]")
         for place, message in enumerate(messages)

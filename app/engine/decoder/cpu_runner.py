@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,17 +22,26 @@ from app.engine.decoder.adapters import AdapterSlots
 from app.engine.decoder.kv_cache import KvCache
 from app.engine.decoder.picture_rows import block_rows, text_positions, vectors_of
 from app.engine.sampling.sampler import Sampler, TokenMasks, sample_top_logits, score_prompts, top_logits_request
-from app.engine.scheduler.batch import Batch, LogitRow, RunsAtOnce, SampledTokens, ScheduledSpan, logit_rows_of
+from app.engine.scheduler.batch import (
+    Batch,
+    LogitRow,
+    RunsAtOnce,
+    SampledTokens,
+    ScheduledSpan,
+    accepted_by_span,
+    logit_rows_of,
+)
+from app.engine.scheduler.speculation import MAX_SPECULATIVE_ROWS
 from app.messages import FIRST_VECTOR_ID, TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, QkvHeads, split_into_decodes
 from armature_kernels.attention.context import AttendWithStates, AttentionSpec, StepContext
 from armature_kernels.attention.convolution import convolve
 from armature_kernels.attention.flash import BlockRow, attend_in_blocks
-from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs, StateRun, StateStep, recur
+from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs, StateRun, StateStep, kept_inputs, recur
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from armature_kernels.elementwise.rope import apply_rope_and_write_kv
-from armature_kernels.native.memory import Int64Buffer
+from armature_kernels.native.memory import Int64Buffer, empty
 from armature_kernels.native.recording import NotRecordable, RecordedOperations, ResultPool, record_dry_run
 
 _MAX_FIXED_TOKENS = 2**16  # step size up to which the inputs keep a fixed address
@@ -104,11 +114,14 @@ class CpuDecoderRunner(RunsAtOnce):
             self.model_seconds = time.perf_counter() - started
             if not rows:
                 return []
-            return (
+            samples = (
                 sample_top_logits(outputs, rows)
                 if isinstance(outputs, TopLogits)
                 else self.sampler.sample(outputs, rows, masks)
             )
+            if self.kv_cache.states and any(span.draft_ids for span in batch.spans):
+                self._attention.accept(batch, samples)
+            return samples
 
     def _scored_outputs(self, batch: Batch, context: StepContext, rows: list[LogitRow]) -> Tensor | TopLogits:
         hidden = self.model.hidden(context)
@@ -178,7 +191,11 @@ class StepAttention:
         self._backend = backend
         self._max_queries_together = max_queries_together
         self._step = AttentionStep(max(kv_cache.shape.num_slots, _MAX_BATCHED_QUERIES))
-        self._states = StateStep(kv_cache.shape.num_slots)
+        self._states = StateStep(2 * kv_cache.shape.num_slots + 32)  # a prompt may be several runs
+        self._accepted = StateStep(MAX_SPECULATIVE_ROWS)
+        # By layer: what draft tokens add to the states, and the function that adds the accepted ones
+        self._kept: dict[int, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
+        self._advance: Callable[[], object] | None = None
         self._recurs = self._attends = False
         # parts of the batch, if attention is computed in more than one
         self._parts: list[tuple[slice, list[AttentionSequence]]] = []
@@ -197,8 +214,8 @@ class StepAttention:
         has_blocks = any(part.block for span in spans for part in span.sequence.vectors)
         self._blocks = block_rows(spans, [row.runs for row in rows]) if has_blocks else []
         if self._kv_cache.states:
-            runs = zip(rows, spans, strict=True)
-            self._states.fill([StateRun(row.first, row.num_tokens, row.start, span.slot) for row, span in runs])
+            pairs = zip(rows, spans, strict=True)
+            self._states.fill([run for row, span in pairs for run in _state_runs(row.first, span)])
         self._parts = (
             []
             if self._max_queries_together is None
@@ -232,15 +249,72 @@ class StepAttention:
         return mixed.flatten(1)
 
     def recur(self, layer: int, inputs: RecurrentInputs, recurrence: Recurrence) -> Tensor:
+        sizes, states = recurrence.sizes, self._kv_cache.states[layer]
+
+        def advance(kept: Tensor) -> Tensor:
+            return recur(kept_inputs(kept, sizes), recurrence, states, self._accepted, self._by_token)
+
+        kept = self._kept_rows(layer, len(inputs.channels), sizes.input_elements, advance)
+        return recur(inputs, recurrence, states, self._states, self._by_token, kept)
+
+    def convolve(self, layer: int, x: Tensor, filters: Tensor) -> Tensor:
+        states = self._kv_cache.states[layer]
+
+        def advance(kept: Tensor) -> Tensor:
+            return convolve(kept, filters, states, self._accepted, gated=False)
+
+        return convolve(x, filters, states, self._states, self._kept_rows(layer, len(x), filters.shape[1], advance))
+
+    def _kept_rows(
+        self, layer: int, num_tokens: int, elements: int, advance: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        """Return where a layer keeps what a step's tokens add to the states; None for a step that has no drafts."""
         self._recurs = True
-        return recur(
-            inputs, recurrence, self._kv_cache.states[layer], self._states, self._max_queries_together is not None
+        if num_tokens > MAX_SPECULATIVE_ROWS:
+            return None
+        known = self._kept.get(layer)
+        rows = empty((MAX_SPECULATIVE_ROWS, elements), torch.float32) if known is None else known[0]
+        self._kept[layer] = rows, advance
+        return rows
+
+    def accept(self, batch: Batch, samples: Sequence[SampledTokens]) -> None:
+        """Advance the states of the last step's sequences with draft tokens by all tokens that are accepted."""
+        assert batch.num_tokens <= MAX_SPECULATIVE_ROWS, "the inputs of more rows are not kept"
+        pairs = zip(self._states.runs, accepted_by_span(batch, samples), strict=True)
+        self._accepted.fill(
+            [
+                replace(run, num_tokens=run.num_tokens - len(span.draft_ids) + len(accepted) - 1, drafts=False)
+                for run, (span, accepted) in pairs
+                if run.drafts
+            ]
         )
+        if self._advance is None:
+            try:
+                self._advance = record_dry_run(ResultPool(), self._advance_layers).run
+            except NotRecordable:
+                self._advance = self._advance_layers
+        self._advance()
+
+    def _advance_layers(self) -> None:
+        for kept, advance in self._kept.values():
+            advance(kept)
+
+    @property
+    def _by_token(self) -> bool:
+        return self._max_queries_together is not None
 
     def _attend(self, query: Tensor, kv: KvRows, spec: AttentionSpec) -> Tensor:
-        if spec.filters is not None:
-            return convolve(query, kv, self._step, spec.filters)
         return self._backend.attention(query, kv, self._step, spec)
+
+
+def _state_runs(first: int, span: ScheduledSpan) -> Iterator[StateRun]:
+    """Yield the runs of a span, whose first row is `first`: one up to each position at which the state is saved."""
+    start = span.start
+    for position, saved in span.saves:
+        yield StateRun(first + start - span.start, position - start, start, span.slot, saved=saved)
+        start = position
+    if start < span.end:
+        yield StateRun(first + start - span.start, span.end - start, start, span.slot, bool(span.draft_ids))
 
 
 class DecoderReplay:

@@ -145,6 +145,15 @@ class KvCache:
         for source, target in copies:
             self._states[target].copy_(self._states[source])
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's states in all layers."""
+        return 4 * sum(self.shape.state_sizes)
+
+    def state(self, row: int) -> Tensor:
+        """Return the states of a slot, or a checkpoint, as uint8 [state_bytes], which may be written."""
+        return self._states[row].view(torch.uint8)
+
     def release(self, slot: int, start: int, end: int) -> None:
         """Give back whole pages among positions `[start, end)` of a slot; the last too if `end` is `max_len`."""
         last = self.stride if end >= self.shape.max_len else end

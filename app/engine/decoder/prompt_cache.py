@@ -7,6 +7,9 @@ header, the token ids of the whole prefix (int32), and the rows of the block. It
 have written it, if its sizes and checksums are right, and if its token ids are the prompt's. So neither a damaged file
 nor a collision of hashes can give a prompt the keys and values of another one. Files appear at once and are never
 changed, so several servers may share a folder.
+
+A recurrent state is in a file of its own, after the rows of the tokens that follow the last whole block before it.
+Reading then ends at a state, and without one no block is of use.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ _TOKEN_BYTES = 4
 _FREE_DIVISOR = 20
 _CHUNK_BYTES = 2**20  # bytes written or verified at a time
 _RECENT_STEP_NANOSECONDS = 1000  # between the times of use of the blocks of one prefix
+_STATE = b"state"  # in the identity of a state's file
 BLOCK_TOKENS = 128  # of a file: 3 MB for a model of 135M parameters, 15 MB for one of 1.7B
 MOST_PROMPTS = 64  # whose names are held
 _READ_GAIN = 0.3  # weight of a new measurement in the time of reading a block
@@ -64,6 +68,7 @@ _FORGET_FACTOR = 0.95
 class PrefixBlock:
     """Block `index` of a prompt: the name of its file, and the bytes of all token ids up to its end.
 
+    A state's index is that of the block in which it is, or after which.
     `identity` is that of its file. `used_at` is in nanoseconds; the first block of a prompt counts as used last, since
     the others are of no use without it.
     """
@@ -82,6 +87,9 @@ class PrefixNames:
         self._identity, self._digest, self._block_tokens = identity, hashlib.sha256(identity), block_tokens
         self._names: list[str] = []
         self._content = b""  # of the tokens so far
+        self.admission = 0  # of its sequence, of which the next two are
+        self.state: PrefixBlock | None = None  # the last one that may be read
+        self.read_end = 0  # keys and values up to here were read
 
     def blocks(self, token_ids: list[int], first: int) -> Iterator[PrefixBlock]:
         """Yield the whole blocks of these tokens, from block `first` on, as used now."""
@@ -97,6 +105,20 @@ class PrefixNames:
                 self._names.append(self._digest.hexdigest()[:40] + SUFFIX)
             used_at = now - index * _RECENT_STEP_NANOSECONDS
             yield PrefixBlock(index, self._names[index], content[: (index + 1) * size], self._identity, used_at)
+
+    def states(self, token_ids: list[int], first: int, end: int) -> Iterator[PrefixBlock]:
+        """Yield the state after each position from `end` down to `first`, at least 1, as used now."""
+        content, now = memoryview(struct.pack(f"<{end}i", *token_ids[:end])), time.time_ns()
+        identity = hashlib.sha256(self._identity + _STATE).digest()
+        digest, names, done = hashlib.sha256(identity), [], 0
+        for position in range(first, end + 1):
+            digest.update(content[done * _TOKEN_BYTES : position * _TOKEN_BYTES])
+            names.append(digest.copy().hexdigest()[:40] + SUFFIX)
+            done = position
+        for position in range(end, first - 1, -1):
+            index, known = position // self._block_tokens, content[: position * _TOKEN_BYTES]
+            used_at = now - index * _RECENT_STEP_NANOSECONDS
+            yield PrefixBlock(index, names[position - first], known, identity, used_at)
 
 
 class PrefixFiles:
@@ -274,12 +296,16 @@ class PromptCache:
         self.files = files
         self.read_seconds = 0.0  # usual time of reading a block; 0: not measured yet
         self._kv_cache, self._step_times, self._block_tokens = kv_cache, step_times, block_tokens
-        self._rows = torch.empty(block_tokens * kv_cache.bytes_per_token, dtype=torch.uint8)
+        self._block_bytes = block_tokens * kv_cache.bytes_per_token
+        self._rows = torch.empty(self._block_bytes + kv_cache.state_bytes, dtype=torch.uint8)
         self._view = memoryview((ctypes.c_char * self._rows.nbytes).from_address(self._rows.data_ptr())).cast("B")
         self._names: dict[Sequence, PrefixNames] = {}  # the one that was read last at the end
         self._saved: dict[int, int] = {}  # slot to the time of its last use, as far as its blocks are kept
 
-    def move(self, copies: Items[KvCopy], released: Items[tuple[int, int, int]]) -> None:
+    def move(
+        self, copies: Items[KvCopy], released: Items[tuple[int, int, int]], states: Items[tuple[int, int]]
+    ) -> None:
+        self._kv_cache.copy_states(states)
         self._kv_cache.move(copies, released)
 
     def read(self, sequence: Sequence, max_seconds: float) -> tuple[int, bool]:
@@ -287,22 +313,76 @@ class PromptCache:
         assert sequence.slot is not None, "only a running sequence reads a prefix"
         if sequence.adapter is not None:  # files have no names of adapters' weights
             return sequence.num_computed, False
-        computed, limit, size = sequence.num_computed, sequence.max_cached_tokens, self._block_tokens
-        began = last = time.perf_counter()
-        for block in self._names_of(sequence).blocks(sequence.token_ids, computed // size):
+        names, limit = self._names_of(sequence), sequence.max_cached_tokens
+        if self._kv_cache.states:
+            return self._read_state(sequence, names, max_seconds)
+        return self._read_blocks(sequence, names, sequence.num_computed, limit, max_seconds)
+
+    def _read_blocks(
+        self, sequence: Sequence, names: PrefixNames, computed: int, limit: int, max_seconds: float
+    ) -> tuple[int, bool]:
+        """Read blocks while that is worth it, up to position `limit`; return as `read` does."""
+        assert sequence.slot is not None, "only a running sequence reads a prefix"
+        size, began = self._block_tokens, time.perf_counter()
+        last = began
+        for block in names.blocks(sequence.token_ids, computed // size):
             start, end = block.index * size, min((block.index + 1) * size, limit)
             if end <= computed or not self._is_worth(computed, end - computed):
                 break
             if last - began > max_seconds:
                 return computed, self.files.contains(block)
-            if not self.files.read(block, self._view):
+            if not self.files.read(block, self._view[: self._block_bytes]):
                 break
-            self._kv_cache.write_block(self._rows, sequence.slot, start, computed, end)
+            self._kv_cache.write_block(self._rows[: self._block_bytes], sequence.slot, start, computed, end)
             computed, now = end, time.perf_counter()
             gain = _READ_GAIN if self.read_seconds else 1.0
             self.read_seconds += gain * (now - last - self.read_seconds)
             last = now
         return computed, False
+
+    def _read_state(self, sequence: Sequence, names: PrefixNames, max_seconds: float) -> tuple[int, bool]:
+        """Read the last state that is kept, and before it keys and values, whose blocks may take several steps."""
+        assert sequence.slot is not None, "only a running sequence reads a prefix"
+        computed, size = sequence.num_computed, self._block_tokens
+        if names.admission != sequence.num_admitted:
+            names.admission, names.read_end = sequence.num_admitted, 0
+            names.state = self._last_state(sequence, names)
+        state = names.state
+        end = 0 if state is None else state.token_bytes.nbytes // _TOKEN_BYTES
+        if state is None or end <= computed:
+            return computed, False
+        whole, known = end // size * size, max(computed, names.read_end)
+        if known < whole:
+            known, has_more = self._read_blocks(sequence, names, known, whole, max_seconds)
+            names.read_end = known
+            if has_more:
+                return computed, True
+        rows = self._kv_cache.bytes_per_token * (end - whole)
+        num_bytes = rows + self._kv_cache.state_bytes
+        names.state = None  # it is read now or never
+        if known < whole or not self.files.read(state, self._view[:num_bytes]):
+            return computed, False
+        if known < end:
+            self._kv_cache.write_block(self._rows[:rows], sequence.slot, whole, known, end)
+        self._kv_cache.state(sequence.slot).copy_(self._rows[rows:num_bytes])
+        return end, False
+
+    def _last_state(self, sequence: Sequence, names: PrefixNames) -> PrefixBlock | None:
+        """Return the last state after the computed tokens that has a file and all blocks before it, if it is worth reading."""
+        computed, limit, size = sequence.num_computed, sequence.max_cached_tokens, self._block_tokens
+        first, end = max(computed + 1, size), min((computed // size + 1) * size - 1, limit)
+        for block in names.blocks(sequence.token_ids, computed // size):
+            if not self.files.contains(block):
+                break
+            end = min((block.index + 2) * size - 1, limit)
+        if end < first:
+            return None
+        for state in names.states(sequence.token_ids, first, end):
+            tokens = state.token_bytes.nbytes // _TOKEN_BYTES - computed
+            if self.files.contains(state):
+                blocks = tokens / size + self._kv_cache.state_bytes / max(1, self._block_bytes)
+                return state if self._is_worth(computed, tokens, blocks) else None
+        return None
 
     def save(self, slots: Iterable[KvSlot], is_wanted: Callable[[], bool]) -> None:
         """Write the blocks of cached slots that are not kept yet, the most recently used slot first."""
@@ -320,13 +400,40 @@ class PromptCache:
                     self.files.touch(block)
                     continue
                 start = block.index * self._block_tokens
-                self._kv_cache.read_block(self._rows, slot.index, slot.prefix_slot, slot.prefix_tokens, start)
-                if not self.files.write(block, self._view):
+                self._read_slot(slot, start, self._block_bytes)
+                if not self.files.write(block, self._view[: self._block_bytes]):
                     break
+            if self._kv_cache.states and not self._save_states(slot, names, is_wanted):
+                return
             self._saved[slot.index] = slot.used_at
 
+    def _read_slot(self, slot: KvSlot, start: int, num_bytes: int) -> None:
+        rows = self._rows[:num_bytes]
+        self._kv_cache.read_block(rows, slot.index, slot.prefix_slot, slot.prefix_tokens, start)
+
+    def _save_states(self, slot: KvSlot, names: PrefixNames, is_wanted: Callable[[], bool]) -> bool:
+        """Write the states of a cached slot that are not kept yet; False if that is not wanted any more."""
+        for position in sorted(slot.states(), reverse=True):
+            row, start = slot.state_row(position), position // self._block_tokens * self._block_tokens
+            if row is None or not start:  # a prompt of less than a block is computed
+                continue
+            if is_wanted():
+                return False
+            (state,) = names.states(slot.token_ids, position, position)
+            if self.files.contains(state):
+                self.files.touch(state)
+                continue
+            rows = self._kv_cache.bytes_per_token * (position - start)
+            if rows:
+                self._read_slot(slot, start, rows)
+            num_bytes = rows + self._kv_cache.state_bytes
+            self._rows[rows:num_bytes].copy_(self._kv_cache.state(row))
+            if not self.files.write(state, self._view[:num_bytes]):
+                break
+        return True
+
     def _names_of(self, sequence: Sequence) -> PrefixNames:
-        if sequence.num_completion_tokens:  # it was preempted; tokens of beams change
+        if sequence.is_beam and sequence.num_completion_tokens:  # it was preempted; tokens of beams change
             return self.files.names(self._block_tokens, sequence.cache_salt)
         names = self._names.pop(sequence, None) or self.files.names(self._block_tokens, sequence.cache_salt)
         self._names[sequence] = names
@@ -334,9 +441,10 @@ class PromptCache:
             del self._names[next(iter(self._names))]
         return names
 
-    def _is_worth(self, computed: int, tokens: int) -> bool:
+    def _is_worth(self, computed: int, tokens: int, blocks: float = 1.0) -> bool:
+        """Return True if tokens are read in less time than they are computed in; they are so much as `blocks`."""
         times = self._step_times.step_times(self._block_tokens)
-        if times is None or self.read_seconds <= times.seconds(0, tokens, 0, computed):
+        if times is None or blocks * self.read_seconds <= times.seconds(0, tokens, 0, computed):
             return True
         self.read_seconds *= _FORGET_FACTOR
         return False
@@ -361,6 +469,7 @@ def open_prompt_cache(
         "kernels": f"{plan.weights.kernels} {native_library().block}",
         "attention": str(max_queries_together),
         "kv": f"{kv_cache.dtype} {kv_cache.shape.num_layers} {kv_cache.token_bytes}",
+        "states": str(kv_cache.shape.state_sizes),
         "block": str(BLOCK_TOKENS),
         "version": VERSION,
     }

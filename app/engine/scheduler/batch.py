@@ -7,7 +7,7 @@ clients about a sequence. It contains no tensors.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -241,7 +241,8 @@ class ScheduledSpan:
 
     KV is located as in `Sequence`. A prefill chunk that does not reach the end of the prompt samples nothing.
     `draft_ids` take the last positions of the span, and each of their logits rows is sampled too. If the step was
-    launched ahead, `start` was `len(token_ids)` at that time: its token is not known on the host yet.
+    launched ahead, `start` was `len(token_ids)` at that time: its token is not known on the host yet. `saves`: the recurrent
+    state after each of these positions is also copied to a row.
     """
 
     sequence: Sequence
@@ -252,6 +253,7 @@ class ScheduledSpan:
     prefix_tokens: int
     samples: bool
     draft_ids: tuple[int, ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:
@@ -438,6 +440,9 @@ class RunsAtOnce:
 
     def can_run_ahead(self, batch: Batch) -> bool:
         return False
+
+    def use_idle_time(self, is_wanted: Callable[[], bool]) -> bool:
+        return True
 
     def survives(self, error: Exception) -> bool:
         return False

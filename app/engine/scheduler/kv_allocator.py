@@ -1,19 +1,21 @@
 """KV allocation as counts: slots, shared prefixes, and eviction of cached slots when capacity is needed.
 
 A slot is free, running (a sequence owns it) or cached (it holds the KV of a finished sequence; the least recently used
-slot is evicted first). `placements` finds the longest cached prefix of a prompt, `KvSlots` decides which placement
+slot is evicted first). `longest_match` finds the longest cached prefix of a prompt, `KvSlots` decides which placement
 fits, and `KvAllocator` gives each sequence a slot and takes it back.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from app.engine.scheduler.batch import KvCopy, PrefixScope, Sequence
+from app.engine.scheduler.batch import KvCopy, PrefixScope, ScheduledSpan, Sequence
+from app.engine.scheduler.prefix_index import FIRST_TOKENS, PrefixIndex
+from app.metrics.steps import StateUsage
 
 # If fewer tokens than this are shared, they are computed again. They are part of a step that reads all weights
 # anyway (measured: a product of 16 rows costs about as much as one of 8 rows), and sharing would pin a slot for
@@ -30,8 +32,9 @@ _MIN_REUSE_RATIO = (
 )
 # Time that a step may spend on reading prefixes: while other sequences decode, and while none does.
 READ_SECONDS_BESIDE_DECODES, READ_SECONDS_ALONE = 0.03, 1.0
-# The last token of a prompt of so many is computed in a step of its own, so that a checkpoint serves the same prompt again.
-MIN_CHECKPOINT_TOKENS = 64
+# A prompt of so many tokens has a checkpoint before its end, from which the same prompt goes on, and the next turn of its
+# conversation, which may not share the last tokens: those with which a template begins an answer.
+MIN_CHECKPOINT_TOKENS, _UNSHARED_TOKENS = 64, 16
 
 
 @dataclass(slots=True, eq=False)
@@ -61,10 +64,12 @@ class KvSlot:
 
     def last_state(self, limit: int) -> int:
         """Return the last position, at most `limit`, after which a state is kept that no step changes; 0 without one."""
-        if not self.has_state:
-            return limit
-        end = self.state_tokens if not self.running and self.state_tokens <= min(limit, self.num_tokens) else 0
-        return max(end, max((position for position in self.checkpoints if position <= limit), default=0))
+        return max((one for one in self.states() if one <= limit), default=0) if self.has_state else limit
+
+    def states(self) -> set[int]:
+        """Return the positions after which a state is kept that no step changes."""
+        end = {self.state_tokens} if not self.running and 0 < self.state_tokens <= self.num_tokens else set()
+        return end.union(self.checkpoints)
 
     def state_row(self, position: int) -> int | None:
         """Return the row of the state after `last_state`'s position; None if there are no states."""
@@ -76,7 +81,8 @@ class Placement:
     """A possible location of a sequence, whose first `cached` tokens need not be computed.
 
     Either the cached slot `reused_slot`, or a new slot that shares the prefix in `prefix_slot` and gets `copies`
-    (source, start, end). `state`: the row of the recurrent state after these tokens, if it has to be copied.
+    (source, start, end). `state`: the row of the recurrent state after these tokens, if it has to be copied. `recomputed`:
+    the tokens of the longest known prefix that are computed again, since no state after them is kept.
     """
 
     cached: int = 0
@@ -85,16 +91,18 @@ class Placement:
     prefix_tokens: int = 0
     copies: tuple[tuple[int, int, int], ...] = ()
     state: int | None = None
+    recomputed: int = 0
 
 
 class StateCheckpoints:
     """Copies of recurrent states, in rows from `first_row` on. The least recently used one is dropped for another.
 
-    They are made after every `interval` tokens, and before the last token of a prompt.
+    They are made after every `interval` tokens, and shortly before the end of a prompt that is long or has several choices.
     """
 
-    def __init__(self, first_row: int, num_rows: int, interval: int) -> None:
-        self.num_rows, self.interval = num_rows, interval
+    def __init__(self, first_row: int, num_rows: int, interval: int, row_bytes: int = 0) -> None:
+        self.num_rows, self.interval, self._row_bytes = num_rows, interval, row_bytes
+        self.hits = self.recomputed_tokens = 0  # since the start, as in `StateUsage`
         self._free = list(range(first_row, first_row + num_rows))
         self._used: OrderedDict[int, tuple[KvSlot, int]] = OrderedDict()  # by row; the most recently used one is last
         self._copies: list[tuple[int, int]] = []
@@ -103,17 +111,27 @@ class StateCheckpoints:
     def num_used(self) -> int:
         return len(self._used)
 
-    def next_stop(self, computed: int, prompt: int) -> int:
-        """Return the next position whose state is saved, after `computed` tokens of a sequence with such a prompt."""
-        stop = (computed // self.interval + 1) * self.interval
-        before_last = prompt - 1 if prompt >= MIN_CHECKPOINT_TOKENS else 0
-        return min(stop, before_last) if computed < before_last else stop
+    def positions(self, sequence: Sequence, end: int) -> list[int]:
+        """Return the positions, after the computed tokens and up to `end`, at which the state of a sequence is saved."""
+        if not self.num_rows:
+            return []
+        computed, prompt = sequence.num_computed, sequence.num_prompt_tokens
+        found = range((computed // self.interval + 1) * self.interval, end + 1, self.interval)
+        last = 0
+        if sequence.params.num_sequences > 1:
+            last = prompt - 1
+        elif prompt >= MIN_CHECKPOINT_TOKENS:
+            last = prompt - _UNSHARED_TOKENS
+        return sorted({*found, last}) if computed < last <= end else list(found)
 
     def save(self, slot: KvSlot) -> None:
         """Copy the state of a running slot before the next step."""
-        position = slot.state_tokens
+        self._copies.append((slot.index, self.reserve(slot, slot.state_tokens)))
+
+    def reserve(self, slot: KvSlot, position: int) -> int:
+        """Return the row of a checkpoint, to which the caller has the state after this position copied."""
         if position in slot.checkpoints:
-            return
+            return slot.checkpoints[position]
         if not self._free:
             row, (other, end) = self._used.popitem(last=False)
             del other.checkpoints[end]
@@ -121,7 +139,7 @@ class StateCheckpoints:
         row = self._free.pop()
         slot.checkpoints[position] = row
         self._used[row] = (slot, position)
-        self._copies.append((slot.index, row))
+        return row
 
     def restore(self, row: int, slot: KvSlot) -> None:
         """Copy the state of a row, or of another slot, into a slot before the next step."""
@@ -139,6 +157,11 @@ class StateCheckpoints:
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         copies, self._copies = tuple(self._copies), []
         return copies
+
+    def usage(self, slots: Iterable[KvSlot]) -> StateUsage:
+        """Return what states of these slots and checkpoints take, and what they saved."""
+        rows = self.num_used + sum(slot.num_tokens > 0 for slot in slots)
+        return StateUsage(rows * self._row_bytes, self.num_used, self.hits, self.recomputed_tokens)
 
 
 class KvSlots:
@@ -212,6 +235,8 @@ class KvSlots:
         slot = self.slots[index]
         slot.running = False
         slot.token_ids = slot.token_ids[: slot.num_tokens]
+        if not keep:  # a step that failed may have changed it
+            slot.state_tokens = 0
         self._tick(slot)
         self._shrink(slot, max(min(keep if self.shares else 0, slot.num_tokens), self._pinned(slot)))
 
@@ -282,6 +307,8 @@ class KvSlots:
 
     def _shrink(self, slot: KvSlot, end: int) -> None:
         """Cut a slot that is not running to `end`, or free it if the rest is too short to be useful."""
+        if not slot.sharers:
+            end = slot.last_state(end)  # nothing goes on from what is after it
         if end <= slot.prefix_tokens or (end < MIN_SHARED_TOKENS and not slot.sharers):
             end = 0
         del slot.token_ids[end:]
@@ -341,29 +368,31 @@ def _hull(first: PositionRange, second: PositionRange) -> PositionRange:
 
 
 def placements(
-    slots: Items[KvSlot],
-    token_ids: list[int],
-    alone: bool = False,
-    minimum: int = MIN_SHARED_TOKENS,
-    maximum: int | None = None,
-    scope: PrefixScope = _PLAIN,
+    best: tuple[KvSlot, int, int] | None, alone: bool = False, minimum: int = MIN_SHARED_TOKENS
 ) -> Iterator[Placement]:
     """Yield the possible placements of a sequence, best first. The last one always computes all tokens.
 
-    `alone`: the placement may not share another slot's prefix. A reused prefix has `minimum` to `maximum` tokens; by
-    default all but the last, whose logits are needed. Slots of another scope are not read.
+    `best`: what `longest_match` found, of which less than `minimum` tokens are not reused. `alone`: the placement may not
+    share another slot's prefix.
     """
-    best = _longest_match(slots, token_ids, len(token_ids) - 1 if maximum is None else maximum, scope)
-    if best is not None and best[1] >= minimum:
-        source, length = best
-        state = source.state_row(length)
-        reusable = not source.running and not source.sharers and not (alone and source.prefix_slot is not None)
-        if reusable and (source.num_tokens - length) * _MIN_REUSE_RATIO <= length:
-            yield _reused_placement(source, length, state)
-        yield copied_placement(source, length, state) if alone else shared_placement(source, length, state)
-        if reusable:
-            yield _reused_placement(source, length, state)
-    yield Placement()
+    if best is None:
+        yield Placement()
+        return
+    source, length, known = best
+    if length >= minimum:
+        for placement in _placements_after(source, length, alone):
+            yield replace(placement, recomputed=known - length) if known > length else placement
+    yield Placement(recomputed=known if length < minimum and known >= MIN_SHARED_TOKENS else 0)
+
+
+def _placements_after(source: KvSlot, length: int, alone: bool) -> Iterator[Placement]:
+    state = source.state_row(length)
+    reusable = not source.running and not source.sharers and not (alone and source.prefix_slot is not None)
+    if reusable and (source.num_tokens - length) * _MIN_REUSE_RATIO <= length:
+        yield _reused_placement(source, length, state)
+    yield copied_placement(source, length, state) if alone else shared_placement(source, length, state)
+    if reusable:
+        yield _reused_placement(source, length, state)
 
 
 def shared_placement(source: KvSlot, length: int, state: int | None = None) -> Placement:
@@ -390,20 +419,25 @@ def _reused_placement(source: KvSlot, length: int, state: int | None = None) -> 
     )
 
 
-def _longest_match(
-    slots: Items[KvSlot], token_ids: list[int], limit: int, scope: PrefixScope
-) -> tuple[KvSlot, int] | None:
-    """Return the slot with the longest common prefix, and its length, which is at most `limit`.
+def longest_match(
+    slots: Items[KvSlot], token_ids: list[int], limit: int, scope: PrefixScope, among: Collection[int] | None = None
+) -> tuple[KvSlot, int, int] | None:
+    """Return the slot with the longest prefix to go on from, its length, at most `limit`, and that of the longest prefix.
 
+    Slots of another scope are not read, nor those that are not `among` the given numbers and hold none of their prefixes.
     Among equals, a slot that can be reused in place comes first, then one that can be shared, then the shortest tail to
     copy.
     """
     found: dict[int, int] = {}
-    for slot in slots:
+    compared = slots
+    if among is not None:  # and the slots that hold their prefixes
+        bases_of = {slots[index].prefix_slot for index in among}
+        compared = [slot for slot in slots if slot.index in among or slot.index in bases_of]
+    for slot in compared:
         if slot.prefix_slot is None and slot.num_tokens and slot.scope == scope:
             found[slot.index] = shared_prefix_length(slot.token_ids, token_ids, 0, min(slot.num_tokens, limit))
     bases = dict(found)
-    for slot in slots:  # a sharing slot can be longer than its base only if the whole shared part matches
+    for slot in compared:  # a sharing slot can be longer than its base only if the whole shared part matches
         if (
             slot.prefix_slot is not None
             and slot.scope == scope
@@ -414,6 +448,7 @@ def _longest_match(
                 slot.token_ids, token_ids, slot.prefix_tokens, min(slot.num_tokens, limit)
             )
 
+    known = max(found.values(), default=0)
     found = {index: slots[index].last_state(length) for index, length in found.items()}
 
     def worth(index: int) -> tuple[int, bool, int]:
@@ -422,7 +457,7 @@ def _longest_match(
         return length, whole, slot.prefix_tokens if slot.prefix_slot is not None else length
 
     best = max(found, key=worth, default=None)
-    return None if best is None else (slots[best], found[best])
+    return None if best is None else (slots[best], found[best], known)
 
 
 def shared_prefix_length(first: list[int], second: list[int], start: int, end: int) -> int:
@@ -441,10 +476,18 @@ class KvAllocator:
     def __init__(self, pool: KvSlots) -> None:
         self.pool = pool
         self._copies: list[KvCopy] = []
+        # The longest prefix need not be the best one where a prefix can only end at some positions.
+        self._index = PrefixIndex(len(pool.slots)) if pool.checkpoints is None else None
 
     def admit(self, sequence: Sequence) -> bool:
         """Place a waiting sequence with capacity for all its tokens, and reuse cached KV. False if it must wait."""
-        return any(self._allocate(sequence, placement) for placement in self._placements(sequence))
+        for placement in self._placements(sequence):
+            if self._allocate(sequence, placement):
+                if self.pool.checkpoints is not None:
+                    self.pool.checkpoints.hits += placement.cached > 0
+                    self.pool.checkpoints.recomputed_tokens += placement.recomputed
+                return True
+        return False
 
     def can_admit(self, sequence: Sequence) -> bool:
         """Return True if `admit` would succeed. Nothing changes."""
@@ -476,22 +519,21 @@ class KvAllocator:
 
     def set_computed(self, sequence: Sequence, end: int) -> None:
         assert sequence.slot is not None, "a computed sequence has a slot"
-        checkpoints, is_stop = self.pool.checkpoints, end == self._next_stop(sequence)
+        checkpoints, slot = self.pool.checkpoints, self.pool.slots[sequence.slot]
+        passed = checkpoints.positions(sequence, end) if checkpoints is not None else []
         sequence.num_computed = end
         self.pool.set_computed(sequence.slot, end)
-        if checkpoints is not None and is_stop:
-            checkpoints.save(self.pool.slots[sequence.slot])
+        if checkpoints is not None and passed and passed[-1] not in slot.checkpoints:  # by drafts, or read from a store
+            checkpoints.save(slot)
 
-    def until_checkpoint(self, sequence: Sequence, tokens: int) -> int:
-        """Return the tokens that a step may compute of a sequence, at most `tokens`, so that its state can be saved."""
-        stop = self._next_stop(sequence)
-        return tokens if stop is None else min(tokens, stop - sequence.num_computed)
-
-    def _next_stop(self, sequence: Sequence) -> int | None:
+    def save_states(self, spans: Iterable[ScheduledSpan]) -> None:
+        """Let a step save the states of its sequences at checkpoints, except where draft tokens may be rejected."""
         checkpoints = self.pool.checkpoints
-        if checkpoints is None or not checkpoints.num_rows:
-            return None
-        return checkpoints.next_stop(sequence.num_computed, sequence.num_prompt_tokens)
+        assert checkpoints is not None, "the model has states"
+        for span in spans:
+            positions = [] if span.draft_ids else checkpoints.positions(span.sequence, span.end)
+            slot = self.pool.slots[span.slot]
+            span.saves = tuple([(position, checkpoints.reserve(slot, position)) for position in positions])
 
     def release(self, sequence: Sequence, keep: int) -> None:
         """Take the slot back. The first `keep` computed tokens stay cached."""
@@ -509,15 +551,13 @@ class KvAllocator:
             return iter((Placement(),))
         # The prompt of a further choice was computed in order to be shared, so any length is reused. A beam search
         # begins in a slot without a shared prefix, because its beams will share that slot.
-        minimum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1
-        return placements(
-            self.pool.slots,
-            sequence.token_ids,
-            sequence.is_beam,
-            minimum,
-            sequence.max_cached_tokens,
-            sequence.prefix_scope,
-        )
+        minimum, maximum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1, sequence.max_cached_tokens
+        token_ids, scope = sequence.token_ids, sequence.prefix_scope
+        among = None if self._index is None else self._index.candidates(self.pool.slots, token_ids, maximum, scope)
+        if not among and minimum < FIRST_TOKENS:
+            among = None
+        best = longest_match(self.pool.slots, token_ids, maximum, scope, among)
+        return placements(best, sequence.is_beam, minimum)
 
     def _allocate(self, sequence: Sequence, placement: Placement) -> bool:
         slot = self.pool.allocate(placement, sequence.token_ids, sequence.prefix_scope)
@@ -533,14 +573,16 @@ class KvAllocator:
 class PrefixStore(Protocol):
     """Keys and values of prefixes that were computed earlier, also by other processes. It is used between steps."""
 
-    def move(self, copies: Items[KvCopy], released: Items[tuple[int, int, int]]) -> None:
-        """Do these copies and releases of `Batch` now, before anything is read into the slots."""
+    def move(
+        self, copies: Items[KvCopy], released: Items[tuple[int, int, int]], states: Items[tuple[int, int]]
+    ) -> None:
+        """Do these copies and releases of `Batch` now, before anything is read into the slots or saved."""
 
     def read(self, sequence: Sequence, max_seconds: float) -> tuple[int, bool]:
         """Read keys and values that follow the computed tokens of a running sequence into its slot.
 
         Returns the tokens computed now, and True if time ended before all was read. At least one block is read if there
-        is one.
+        is one. If sequences have a recurrent state, it is read too, and the tokens end where one was kept.
         """
 
     def save(self, slots: Iterable[KvSlot], is_wanted: Callable[[], bool]) -> None:

@@ -156,6 +156,7 @@ class RequestQueues:
             context_tokens=context,
             prompts=tuple(prompts),
             queue=tuple([len(sequence.token_ids) for sequence in self.waiting]),
+            states=None if pool.checkpoints is None else pool.checkpoints.usage(pool.slots),
         )
 
 
@@ -303,6 +304,8 @@ class Scheduler:
         spans.sort(key=lambda span: not span.is_decode)
         if self.speculation is not None and all(span.is_decode for span in spans):
             spans = self.speculation.add_draft_tokens(spans, self._token_budget.tokens, self._allocator.grow)
+        if self.pool.checkpoints is not None:
+            self._allocator.save_states(spans)
         cached += sum(self._record_first_step(span.sequence) for span in prefills)
         copies = self._allocator.take_copies()
         released, scored = self.pool.take_released(), scored_spans(prefills) if prefills else ()
@@ -331,7 +334,7 @@ class Scheduler:
         if (
             not (batch.ahead or all(map(_can_run_ahead, spans)))
             or len(spans) < len(self.queues.running)
-            or self.speculation is not None
+            or (self.speculation is not None and self.speculation.expects_drafts(spans))
         ):
             return None
         lasting = [span for span in spans if span.start + 2 < span.sequence.max_length]
@@ -468,7 +471,7 @@ class Scheduler:
         Returns the tokens that each of them still computes, and the number of cached tokens of prompts whose first step
         was an earlier one.
         """
-        store.move(self._allocator.take_copies(), self.pool.take_released())
+        store.move(self._allocator.take_copies(), self.pool.take_released(), self.pool.take_state_copies())
         max_seconds = READ_SECONDS_BESIDE_DECODES if beside_decodes else READ_SECONDS_ALONE
         left: list[tuple[Sequence, int]] = []
         cached = 0
@@ -477,6 +480,8 @@ class Scheduler:
             end, has_more = store.read(sequence, max_seconds)
             if end > before:
                 self._allocator.set_computed(sequence, end)
+                if self.pool.checkpoints is not None:
+                    self.pool.checkpoints.hits += 1
                 if sequence.scheduled_at is not None and sequence.num_admitted == 1:
                     sequence.cached_tokens += end - before
                     cached += end - before

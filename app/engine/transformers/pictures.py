@@ -18,11 +18,24 @@ from app.engine.transformers.texts import TextReader
 from app.errors import InvalidRequest
 
 MAX_PIXELS = 64_000_000  # 256 MB when decoded
+MAX_RATIO = (
+    200  # of the sides: processors that scale the shorter side to a size would make a larger picture of the rest
+)
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 _PATCH_VALUES = 3 * 16 * 16  # of a picture, which cost about as much as a token
 _TEMPLATE = "This is a photo of {}."
 # Raised by Pillow for files that are damaged or cut off.
-_DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, MemoryError)
+_DAMAGED = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    struct.error,
+    MemoryError,
+)
 
 
 def read_picture(data: bytes, field: str = "inputs") -> Any:
@@ -39,8 +52,13 @@ def read_picture(data: bytes, field: str = "inputs") -> Any:
     width, height = picture.size
     if width * height > MAX_PIXELS:
         raise InvalidRequest(f"{field} has {width} x {height} pixels, and may have {MAX_PIXELS:,}.", field)
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise InvalidRequest(
+            f"{field} has {width} x {height} pixels: a side may be at most {MAX_RATIO} times the other.", field
+        )
     try:
-        if getattr(picture, "is_animated", False):
+        # A camera's JPEG may have further pictures, of its depth and brightness; the first one is the photo.
+        if picture.format != "MPO" and getattr(picture, "is_animated", False):
             raise InvalidRequest(f"{field} has several frames: send one picture.", field)
         picture = ImageOps.exif_transpose(picture)
         return _to_rgb(picture, field)

@@ -19,9 +19,10 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+from app.engine.transformers.build import import_library
 from app.engine.transformers.picture_processors import PROCESSORS
 from app.engine.transformers.pictures import read_picture
-from app.errors import UnsupportedParameter
+from app.errors import InvalidRequest, UnsupportedParameter
 from app.messages import PromptVectors
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import DECODER_FAMILIES
@@ -62,6 +63,7 @@ class PictureTower:
 
     def __init__(self, directory: Path, config: ModelConfig, scale: float = 1.0, dtype: str = "float32") -> None:
         """Load the tower. Raises `UnsupportedParameter` if the library cannot."""
+        import_library()
         name = config.architecture.partition("/")[0]
         self._scale, self._joins, self._dtype = scale, config.blocks != "none", getattr(torch, dtype)
         self.cuts_by_number = name in _CUT_BY_NUMBER
@@ -72,10 +74,9 @@ class PictureTower:
             self._processor: Any = _processor_class(directory).from_pretrained(directory, local_files_only=True)
             model, self._hidden_size = _load(directory, getattr(transformers, name), self._dtype)
         except _LIBRARY_ERRORS as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             raise UnsupportedParameter(
                 f"Pictures cannot be read: transformers {transformers.__version__} cannot load this checkpoint's part"
-                f" for them: {first}",
+                f" for them: {_first_line(error)}",
                 field="messages",
             ) from error
         self._model: Any = model.model
@@ -90,12 +91,18 @@ class PictureTower:
         """Return the vectors of a picture. Raises `InvalidRequest` if it cannot be read."""
         picture = read_picture(data, field)
         count = 1 if is_alone or not self.cuts_by_number else 2
-        inputs = self._processor(
-            text=[self._processor.image_token * count],
-            images=[[picture] * count],
-            return_tensors="pt",
-            add_special_tokens=False,
-        )
+        try:
+            inputs = self._processor(
+                text=[self._processor.image_token * count],
+                images=[[picture] * count],
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+        except _LIBRARY_ERRORS as error:
+            size = f"{picture.width} x {picture.height}"
+            raise InvalidRequest(
+                f"{field}, of {size} pixels, is none for this model: {_first_line(error)}", field
+            ) from error
         with torch.inference_mode():
             found = self._inputs_of_text(inputs)
         ids = inputs["input_ids"][0].tolist()
@@ -215,3 +222,7 @@ def _load(directory: Path, kind: Any, dtype: torch.dtype) -> tuple[Any, int]:
     if missing:
         raise ValueError(f"the weights {', '.join(sorted(missing)[:5])} are missing")
     return model.eval(), int(text.hidden_size)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

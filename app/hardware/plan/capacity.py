@@ -48,6 +48,7 @@ _WAITING_SECONDS = 10.0  # if the speed is known, the short texts of this many s
 _WAITING_REQUESTS = 256
 _MAX_WAITING_REQUESTS = 4096  # requests at any speed, because each is an open connection
 _MIN_RATE_SHARE = 0.95  # share of the best measured rate that a shorter step must reach to be preferred
+_CHECKPOINTS_DIVISOR = 64  # of the memory, for states that are kept for prefixes, if that is more of them
 _NO_STATE = Decision(0, "This model has no recurrent state.")
 _WAITING_PER_RUNNING = 4  # waiting requests for each running sequence
 
@@ -275,7 +276,8 @@ def _recurrent_states(
 
     Raises `PlanImpossible` if they do not fit, or if the device is no processor. States take at most half of the memory,
     unless the number of sequences was asked for: a third those of running sequences, and the rest those of finished ones
-    and checkpoints, from which prefixes go on. One more is held than run, for the prompt that beams share.
+    and checkpoints, from which prefixes go on; of small states there are more checkpoints, in `_CHECKPOINTS_DIVISOR` of the
+    memory. One more is held than run, for the prompt that beams share.
     """
     each = demand.state_bytes
     if not each:
@@ -293,7 +295,8 @@ def _recurrent_states(
     if fits < running.value:
         reason = f"Half of the memory holds the recurrent states, {format_bytes(each)} for each: {left.explanation}."
         running = Decision(max(1, fits), reason)
-    size = max(running.value + 1, min(3 * running.value, half)) * each
+    useful = max(3 * running.value, left.size // _CHECKPOINTS_DIVISOR // each)
+    size = max(running.value + 1, min(useful, half)) * each
     held = f"{format_bytes(size)} for recurrent states"
     states = Decision(
         size,

@@ -58,10 +58,13 @@ class StepOptions(PlanPart):
     prompt_cache_bytes: Decided[int] = Decided((), "bytes")
     deterministic: Decided[bool] = Decided()
     engine_process: Decided[bool] = Decided()
+    api_processes: Decided[int] = Decided()
 
 
-# Why a recurrent model verifies no drafts and its prompts are not kept in files.
-_NO_WAY_BACK = "A recurrent state cannot go back to an earlier position"
+API_PROCESS_REASON = (
+    "One process writes more tokens per second than most engines make; each further one takes a core and has a tokenizer of"
+    " its own."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +76,22 @@ class StepOptionInputs:
     int8_copy: bool = False
     timing: TrialTiming | None = None
 
-    @property
-    def has_state(self) -> bool:
-        return self.needs is not None and self.needs.state_bytes > 0
+
+def decide_api_processes(settings: Settings) -> Decision[int]:
+    """Decide the number of processes that serve HTTP. It is the same for all models."""
+    if settings.api_processes != "auto":
+        return Decision(settings.api_processes, "Asked for.")
+    return Decision(1, API_PROCESS_REASON)
 
 
 def _engine_process(settings: Settings, device: str) -> Decision[bool]:
+    if decide_api_processes(settings).value > 1:
+        if settings.engine_process == "off":
+            raise PlanImpossible(
+                "engine_process must not be off with several API processes (api_processes): they share an engine that"
+                " computes in a process."
+            )
+        return Decision(True, "Several API processes share the engine.")
     if settings.engine_process == "on":
         return Decision(
             True, "Asked for, or one of several models: the kernels' threads serve one engine in a process."
@@ -107,6 +120,7 @@ def decide_step_options(settings: Settings, measurements: Measurements | None, s
             settings, served.precision, served.int8_copy, served.level, served.needs is None or served.needs.generates
         ),
         engine_process=_engine_process(settings, served.device),
+        api_processes=decide_api_processes(settings),
     )
 
 
@@ -212,10 +226,8 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
         return Decision(False, "Asked for.")
     if served.needs is not None and served.needs.engine == "transformers":
         return Decision(False, f"{BY_TRANSFORMERS.capitalize()}, which verifies no drafts here.")
-    if served.device != "cpu" or (served.needs is not None and not served.needs.generates):
-        return Decision(False, "Only for models that generate, on processors.")
-    if served.has_state:
-        return Decision(False, f"{_NO_WAY_BACK}, so draft tokens that are rejected could not be undone.")
+    if served.needs is not None and not served.needs.generates:
+        return Decision(False, "Only for models that generate.")
     if settings.draft_model is not None:
         return Decision(
             True,
@@ -240,9 +252,10 @@ def _draft_model(settings: Settings, served: StepOptionInputs) -> Decision[str |
             "the processor (device=cpu)."
         )
     draft = None if served.needs is None else served.needs.draft
-    if served.has_state or (draft is not None and draft.state_bytes):
+    if draft is not None and draft.state_bytes:
         raise PlanImpossible(
-            f"draft_model is set, but {_NO_WAY_BACK[0].lower()}{_NO_WAY_BACK[1:]}, neither the model's nor a draft model's: leave it out."
+            "draft_model is set, but its layers have a recurrent state, which cannot go back to an earlier position after a wrong "
+            "draft: leave it out, or give a draft model without such layers."
         )
     size = "" if draft is None else f" with {draft.num_parameters:,} parameters"
     return Decision(
@@ -259,8 +272,6 @@ def _prompt_cache(settings: Settings, served: StepOptionInputs) -> Decision[str 
             "prompt_cache is set, but keys and values in a GPU's memory are not kept: leave it out, or serve on the processor "
             "(device=cpu)."
         )
-    if served.has_state:
-        raise PlanImpossible(f"prompt_cache is set, but {_NO_WAY_BACK[0].lower()}{_NO_WAY_BACK[1:]}: leave it out.")
     return Decision(
         str(settings.prompt_cache.expanduser()),
         "Asked for: keys and values of prompts are written to this folder while nothing is computed, and read where that is "
@@ -422,11 +433,18 @@ def _plan_on(
     kind = choice.plan.device
     device = memory_budget.find_device_memory(facts, settings, kind, choice.gpu)
     kernels = software.decide_native_kernels(facts) if device is None else devices.decide_device_kernels(kind)
-    if decide_engine(settings, needs).value == "transformers":
-        kernels = Decision(TORCH_KERNELS, f"{BY_TRANSFORMERS.capitalize()} with torch's own products.")
+    by_library = decide_engine(settings, needs, kind).value == "transformers"
+    if by_library:
+        whole = Decision(TORCH_KERNELS, f"{BY_TRANSFORMERS.capitalize()} with torch's own operations.")
+        layers = f"{BY_TRANSFORMERS.capitalize()}, except linear layers that are held in our forms. {kernels.reason}"
+        kernels = Decision(kernels.value, layers) if device is None and kernels.value != TORCH_KERNELS else whole
     all_threads = _decide_threads(facts, settings, kind)
     node, trials = all_threads.numa_node, TrialTimings.from_measurements(measurements)
+    if kind == "cuda" and needs is not None and needs.expert_weights:  # whose products there are of 16 or 32 bits
+        recipes = [key for key in recipes if (key[0], key[2]) != ("cuda", "int4")]
     built = available_precisions(recipes, kind, facts.architecture, settings)
+    if by_library and settings.weight_format == "auto":
+        built -= set(QUANTIZED_PRECISIONS)
     candidates = PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device)
     weights = decide_weights_and_kv(candidates, kernels, measurements, all_threads.threads)
     cpu = _decide_threads(facts, settings, kind, trials, weights.precision)

@@ -30,6 +30,7 @@ from app.models.decoders.layer_config import (
     RowFactors,
 )
 from app.models.decoders.rope import RopeConfig, parse_rope, rope_axes
+from armature_kernels.attention.recurrent_sizes import tail_elements
 
 # Names that publishers gave to classes of transformers.
 OTHER_NAMES: Mapping[str, str] = {"MPTForCausalLM": "MptForCausalLM", "PhiMoEForCausalLM": "PhimoeForCausalLM"}
@@ -70,7 +71,8 @@ class ModelConfig:
     the same window. `full_heads`: layers with full attention have other heads of keys and values. `layer_factors`: the
     result of a layer is multiplied by a stored number. `recurrent`: some layers have a recurrent state in place of
     attention. `has_output_gate`: the result of attention is multiplied by the sigmoid of gates, which the product of
-    queries computes too, or if `gates_apart` a product of their own. `mixers`: the layers with attention or a state, in a
+    queries computes too, or if `gates_apart` a product of their own, of which files with `one_gate_a_head` have a row for
+    each head. `mixers`: the layers with attention or a state, in a
     model whose layers have one branch; the inner size of the others is in `inner_sizes`. `weight_factors`: the factors by
     which rows of stored weights are multiplied, by the end of our name. `state_placement`: the placement of layers with a
     state; None: that of all others. `blocks`: the layers in which the tokens of a picture see each other.
@@ -125,6 +127,7 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None
     has_output_gate: bool = False
     gates_apart: bool = False
+    one_gate_a_head: bool = False
     mixers: tuple[bool, ...] = ()
     weight_factors: tuple[tuple[str, RowFactors], ...] = ()
     state_placement: Placement | None = None
@@ -140,9 +143,7 @@ class ModelConfig:
 
     @property
     def cache_heads(self) -> int:
-        """The heads of keys, and of values, in a row of the cache; a short convolution may need more than attention."""
-        if self.convolution is not None:
-            return max(self.num_kv_heads, self.hidden_size // (2 * self.head_dim))
+        """The heads of keys, and of values, in a row of the cache."""
         return self.num_kv_heads if self.full_heads is None else max(self.num_kv_heads, self.full_heads.num_kv_heads)
 
     @property
@@ -167,7 +168,8 @@ class ModelConfig:
         return max(1, sum(map(self.writes_cache, range(self.num_layers))))
 
     def writes_cache(self, layer: int) -> bool:
-        attends = self.has_mixer(layer) and (not self.has_state(layer) or self.attends_beside)
+        convolves = self.has_convolution(layer)
+        attends = self.has_mixer(layer) and not convolves and (not self.has_state(layer) or self.attends_beside)
         return attends and layer < self.num_layers - self.shared_kv_layers
 
     def cache_layer(self, layer: int) -> int:
@@ -196,6 +198,8 @@ class ModelConfig:
     @property
     def state_sizes(self) -> tuple[int, ...]:
         """The FP32 elements of a sequence's state in each layer that has one."""
+        if self.convolution is not None:
+            return (tail_elements(self.convolution.width, self.hidden_size),) * sum(self.convolution.layers)
         if self.recurrent is None:
             return ()
         return (self.recurrent.sizes.state_elements,) * sum(self.recurrent.layers)
@@ -337,9 +341,8 @@ def _activation(config: ConfigReader, family: DecoderFamily) -> Activation:
 
 def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -> tuple[str, ...]:
     """Return `full_attention` or `sliding_attention` for each layer, from config.json or the family's rule."""
-    reads = (
-        family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe", "lfm2_vl") and not family.is_hybrid
-    )
+    plain = ("llama", "mistral", "phi3", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3")
+    reads = family.model_type not in plain and not family.is_hybrid
     if config.has("layer_types") and reads:
         return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))
     slides = family.slides

@@ -257,7 +257,8 @@ class Decoder(nn.Module):
         vectors = context.vectors
         added: Sequence[Tensor] = ()
         if vectors is not None:
-            inputs, *added = vectors.values.split(self.config.hidden_size, 1)
+            values = vectors.values
+            inputs, *added = values.chunk(values.shape[1] // self.config.hidden_size, 1)
             vectors = replace(vectors, values=inputs)
             assert len(added) < len(self.layers), "the last layer may compute some rows only"
         hidden = self.embedded(context.token_ids, context.positions, vectors)

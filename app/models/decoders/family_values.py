@@ -12,6 +12,7 @@ from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
 from app.models.decoders.layer_config import AltUpConfig, ConvolutionConfig, HeadNormConfig, LatentConfig, NormConfig
 from app.models.decoders.rope import RopeConfig
+from armature_kernels.attention.recurrent_sizes import MAX_WIDTH
 from armature_kernels.elementwise.latent_sizes import LatentHeads
 
 _MAX_STREAMS = 8  # csrc/ops.h
@@ -203,25 +204,51 @@ def lfm2(config: ConfigReader, fields: Fields) -> Fields:
     return {**convolutions(config, fields), "intermediate_size": size}
 
 
-def convolutions(config: ConfigReader, fields: Fields) -> Fields:
-    """Read which layers of LFM2 have a short convolution, and whether embeddings are tied."""
+def convolutions(config: ConfigReader, fields: Fields, words: tuple[str, ...] | None = None, width: int = 3) -> Fields:
+    """Read which layers of LFM2 have a short convolution, and whether embeddings are tied; `width`: a default."""
     refuse(config, "conv_bias", False, "a bias of short convolutions")
-    layers, hidden, block = fields["num_layers"], fields["hidden_size"], 2 * fields["head_dim"]
+    layers, width = fields["num_layers"], config.integer("conv_L_cache", width)
     attends = config.values.get("full_attn_idxs")
-    if config.has("layer_types"):
-        convolves = tuple(name == "conv" for name in known_texts(config, "layer_types", layers, "conv full_attention"))
+    if words is None and config.has("layer_types"):
+        words = known_texts(config, "layer_types", layers, "conv full_attention")
+    if words is not None:
+        convolves = tuple(name == "conv" for name in words)
     else:
         convolves = tuple(isinstance(attends, list) and layer not in attends for layer in range(layers))
     if all(convolves):
         raise CheckpointInvalid(f"{config.where}: layer_types must have a layer with full_attention.")
-    if hidden % block:
+    if not 2 <= width <= MAX_WIDTH:
         raise CheckpointInvalid(
-            f"{config.where}: short convolutions of {hidden} channels do not fit heads of {block // 2}."
+            f"{config.where}: convolutions over {width} positions are not offered; they may have 2 to {MAX_WIDTH}."
         )
-    convolution = ConvolutionConfig(config.integer("conv_L_cache", 3), convolves) if any(convolves) else None
     return {
-        "convolution": convolution,
+        "convolution": ConvolutionConfig(width, convolves) if any(convolves) else None,
         "tie_embeddings": config.boolean("tie_embedding", fields["tie_embeddings"]),
+    }
+
+
+def lfm3(config: ConfigReader, fields: Fields) -> Fields:
+    """Read LFM3: convolutions, windows and full attention in turn, each with its rotary embedding, and a gate a head."""
+    refuse(config, "use_sandwich_norm", True, "layers without norms after their branches")
+    count, size = fields["num_layers"], fields["head_dim"]
+    words = tuple(
+        "full_attention" if layer % 4 == 2 else "sliding_attention" if layer % 4 == 0 and layer else "conv"
+        for layer in range(count)
+    )
+    if config.has("layer_types"):
+        words = known_texts(config, "layer_types", count, "conv full_attention sliding_attention")
+    full = fields["ropes"][0]
+    if not config.has("rope_parameters"):
+        full = RopeConfig(1_000_000.0, size, "proportional", num_rotated=size // 4)
+    theta = config.section("rope_parameters").section("sliding_attention").number("rope_theta", 10_000.0)
+    slides = [word == "sliding_attention" for word in words]
+    window = config.integer("sliding_window", 256)
+    gates = config.boolean("use_attention_gate", True)
+    return {
+        **convolutions(config, fields, words, 7),
+        "windows": tuple(window if one else None for one in slides),
+        "ropes": tuple(RopeConfig(theta, size) if one else full for one in slides),
+        **({"has_output_gate": True, "gates_apart": True, "one_gate_a_head": True} if gates else {}),
     }
 
 

@@ -29,7 +29,6 @@ from app.models.decoders.shapes import (
 )
 from armature_kernels.attention.attention import QkvHeads, RopeAngles
 from armature_kernels.attention.context import Attend, AttendWithStates, AttentionSpec
-from armature_kernels.attention.convolution import convolved_rows
 from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs
 from armature_kernels.elementwise.activations import convert_rows, xielu
 from armature_kernels.elementwise.latent import latent_heads
@@ -49,7 +48,7 @@ from armature_kernels.elementwise.norms import (
 from armature_kernels.elementwise.routing import route
 from armature_kernels.elementwise.routing_rule import Routing
 from armature_kernels.linear.activations import Activations, RowGroups, quantize, unquantized
-from armature_kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
+from armature_kernels.linear.experts import DeviceExpertStack, ExpertForms, ExpertStack, run_experts_torch
 from armature_kernels.linear.linear import Linear, LinearForm
 
 
@@ -334,24 +333,20 @@ class LatentAttention(nn.Module):
 class ShortConvolution(nn.Module):
     """A convolution over the last positions of each channel, with two gates: out((conv(a * c)) * b), (a, b, c) = in x.
 
-    Its inputs are in the cache, so `attend` computes it.
+    Its last inputs are a state, which is elsewhere, so `attend` computes it.
     """
 
     def __init__(self, config: ModelConfig, convolution: ConvolutionConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.heads = layer, config.head_dim, config.cache_heads
+        self.layer = sum(convolution.layers[:layer])
         self.first, self.out = (linear_of(product, layer) for product in attention_products(config, layer))
         self.filters = Filters(f"model.layers.{layer}.conv.conv", convolution.width, config.hidden_size)
 
     def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
         """Map x [tokens, hidden] to [tokens, hidden]; there are no positions."""
-        product = convolved_rows(self.first(x))
-        blocks = product.shape[1] // (2 * self.head_dim)
-        return attend(
-            self.layer,
-            QkvHeads(product, blocks, blocks // 2, self.head_dim),
-            AttentionSpec(1.0, filters=self.filters.weight),
-        )
+        assert isinstance(attend, AttendWithStates), "only such a runner has states"
+        product = self.first(x)
+        return unquantized(convert_rows(attend.convolve(self.layer, product, self.filters.weight), product.dtype))
 
 
 class RecurrentMixer(nn.Module):
@@ -481,7 +476,7 @@ class MixtureOfExperts(nn.Module):
             if experts.selection_bias
             else None
         )
-        self._stacks: dict[str, tuple[tuple[LinearForm, ...], ExpertStack | None]] = {}
+        self._stacks: dict[str, tuple[tuple[LinearForm, ...], ExpertStack | DeviceExpertStack | None]] = {}
 
     @property
     def first(self) -> Linear:
@@ -517,7 +512,7 @@ class MixtureOfExperts(nn.Module):
         ]
         known = tuple(form for one in forms for form in (one.gate_up, one.down))
         if name not in self._stacks or self._stacks[name][0] != known:  # forms change while weights are packed
-            self._stacks[name] = (known, ExpertStack.of(forms))
+            self._stacks[name] = (known, DeviceExpertStack.of(forms) or ExpertStack.of(forms))
         stack = self._stacks[name][1]
         if stack is not None:
             stack.add_to(hidden, rows, ids, weights, self.activation)

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs, StateRun, StateStep, recur, recur_torch
+from armature_kernels.attention.recurrence import (
+    Recurrence,
+    RecurrentInputs,
+    StateRun,
+    StateStep,
+    kept_inputs,
+    recur,
+    recur_torch,
+)
 from armature_kernels.attention.recurrent_sizes import RecurrentSizes
 from armature_kernels.elementwise.norms import GatedNorm, gated_norm, gated_norm_torch
 from armature_kernels.linear.activations import QuantizedActivations, RowGroups, unpack_tiles
@@ -139,8 +147,37 @@ def test_a_prompt_in_parts_by_token_has_the_bits_of_the_whole(sizes: RecurrentSi
         assert torch.equal(states[1, sizes.tail_elements :], whole[0, sizes.tail_elements :])
 
 
-# Chunks have 32 tokens and less than 4 are no chunk; keys of more than 256 elements are computed token by token.
-LARGE_DELTA = RecurrentSizes(2, 1, 260, 36, 2, True)
+@pytest.mark.skipif(not LEVELS, reason="no native library")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("sizes", SIZES, ids=["delta", "odd-delta", "scan", "odd-scan"])
+@pytest.mark.parametrize("by_token", [False, True], ids=["chunks", "tokens"])
+def test_drafts_leave_the_state_and_accepted_ones_advance_it(level: str, sizes: RecurrentSizes, by_token: bool) -> None:
+    """Beside a sequence without drafts; `RUNS` with other draft tokens, of which the first tokens are accepted."""
+    drafted = [replace(run, drafts=run.num_tokens > 1 and run.start > 0) for run in RUNS]
+    drafted[1] = replace(drafted[1], start=6, drafts=True)
+    accepted = [replace(drafted[1], num_tokens=2, drafts=False), replace(drafted[3], num_tokens=5, drafts=False)]
+    layer, inputs, expected_states = layer_of(sizes), inputs_of(sizes, 15, torch.bfloat16), states_of(sizes)
+    states, before = expected_states.clone(), expected_states.clone()
+    known, kept = (torch.full((15, sizes.input_elements), torch.nan) for _ in range(2))
+    expected = recur_torch(inputs, layer, expected_states, drafted, known)
+    with at_level(level):
+        found = recur(inputs, layer, states, step_of(drafted), by_token, kept)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(states[[0, 1]], before[[0, 1]]) and not torch.equal(states[2:], before[2:])
+        recur(kept_inputs(kept, sizes), layer, states, step_of(accepted), by_token)
+    recur_torch(kept_inputs(known, sizes), layer, expected_states, accepted)
+    plain = [
+        replace(run, num_tokens=accepted[run.slot].num_tokens if run.drafts else run.num_tokens, drafts=False)
+        for run in drafted
+    ]
+    again = before.clone()
+    recur_torch(inputs, layer, again, plain)
+    torch.testing.assert_close(expected_states, again, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states, again, rtol=1e-4, atol=1e-4)
+
+
+# Chunks have 32 tokens and less than 4 are no chunk; keys of more than 256 elements are computed by torch.
+LARGE_DELTA = RecurrentSizes(2, 1, 256, 36, 2, True)
 
 
 @pytest.mark.skipif(not LEVELS, reason="no native library")
@@ -163,6 +200,23 @@ def test_chunks_equal_tokens_one_after_the_other(level: str, sizes: RecurrentSiz
         found = recur(inputs, layer, states, step_of(runs))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(states, expected_states, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not LEVELS, reason="no native library")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("sizes", SIZES, ids=["delta", "odd-delta", "scan", "odd-scan"])
+def test_a_step_saves_states_and_goes_on(level: str, sizes: RecurrentSizes) -> None:
+    """One prompt in three runs of one step, whose states are in slots of their own then."""
+    layer, inputs = layer_of(sizes), inputs_of(sizes, 70, torch.bfloat16)
+    runs = [StateRun(0, 33, 0, 0, saved=1), StateRun(33, 1, 33, 0, saved=2), StateRun(34, 36, 34, 0)]
+    states = torch.zeros(3, sizes.state_elements)
+    with at_level(level):
+        found = recur(inputs, layer, states, step_of(runs))
+    for slot, end in ((1, 33), (2, 34), (0, 70)):
+        known = torch.zeros(1, sizes.state_elements)
+        expected = recur_torch(inputs, layer, known, [StateRun(0, end, 0, 0)])
+        torch.testing.assert_close(states[slot], known[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[:end], expected[:end], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(not LEVELS, reason="no native library")

@@ -41,6 +41,16 @@ def test_embeddings_have_no_first_token() -> None:
         REQUEST_KINDS["embed"].work(arguments)
 
 
+def test_pictures_are_of_chats() -> None:
+    arguments = parse_arguments(["bench", "http", "--image", "448x320"])
+    with pytest.raises(MeasurementFailed, match="--image needs --api openai"):
+        REQUEST_KINDS["generate"].work(arguments)
+    work: Any = REQUEST_KINDS["generate"].work(
+        parse_arguments(["bench", "http", "--image", "448x320", "--api", "openai"])
+    )
+    assert work.workload.image == (448, 320) and work.details()["image"] == "448x320"
+
+
 def test_a_width_of_beams_is_a_number() -> None:
     assert parse_arguments(["bench", "engine", "--beam-width", "4"]).beam_width == 4
     assert parse_arguments(["bench", "engine"]).beam_width is None

@@ -25,7 +25,7 @@ from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo, eng
 from app.metrics.instruments import SECONDS_BUCKETS, Api, Metrics, refusal_of
 from app.metrics.power_monitor import PowerMonitor
 from app.metrics.step_monitor import StepRecorder
-from app.metrics.steps import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StateUsage, StepStats
 from app.metrics.vllm_names import vllm_metrics
 from app.service.served_model import ServedDecoder
 from app.service.service import Service
@@ -186,6 +186,15 @@ def test_gauges_are_the_last_snapshot_under_our_names_and_the_gateways(metrics: 
         assert (seen[ours], seen[f"{theirs}{{model_name=demo}}"]) == (value, value)
     assert seen["vllm:cache_config_info{block_size=16,num_gpu_blocks=20}"] == 1
     assert seen["armature_predicted_wait_seconds"] == 1.5
+    assert not any("recurrent" in name for name in seen)
+
+
+def test_recurrent_states_are_counted_where_there_are_any(metrics: Metrics) -> None:
+    now = EngineSnapshot(states=StateUsage(bytes=4096, checkpoints=2, hits=3, recomputed_tokens=50))
+    metrics.gauges(lambda: engine_gauges(now, ready=True, predicted_wait_seconds=None))
+    seen = samples(metrics)
+    found = [seen[f"armature_recurrent_state_{name}"] for name in ("bytes", "hits_total", "recomputed_tokens_total")]
+    assert found == [4096, 3, 50]
 
 
 def test_a_dashboard_made_for_vllm_finds_its_names(metrics: Metrics) -> None:

@@ -31,7 +31,7 @@ class FakeServing:
 
     doomed: ClassVar[set[str]] = set()
 
-    def __init__(self, start: Any, on_fatal: Any, on_ready: Any, tracer: Any, shared: Any) -> None:
+    def __init__(self, start: Any, on_fatal: Any, on_ready: Any, tracer: Any, shared: Any, beside: Any) -> None:
         self.prepared_start, self._on_fatal = start, on_fatal
         self.name = start.settings.served_model_name[0]
         self.alive = False

@@ -13,7 +13,7 @@ from app.errors import Overloaded, RequestError, StepFailed
 from app.hardware.step_times import StepTimes, StepTimeTable
 from app.messages import RequestFailed
 from app.metrics.steps import EngineSnapshot
-from app.service.admission import Admission, first_token_seconds
+from app.service.admission import Admission, OpenCounts, first_token_seconds
 from app.service.service import Service
 from fake_worker import LIMITS, Client, finished, request, serving, tokens
 
@@ -42,6 +42,26 @@ async def test_the_next_one_is_refused_and_a_place_that_is_free_is_given_again()
         service.on_events([finished(order.request_id) for order in [*orders[1:], (await worker.orders(4))[3]]])
         for client in [*clients, late]:
             await client.over()
+
+
+def test_places_and_bytes_are_of_all_processes_until_one_has_ended() -> None:
+    memory = memoryview(bytearray(8 * OpenCounts.num_values(2))).cast("q")
+    counts = [OpenCounts(memory, number) for number in (0, 1)]
+    here, there = (Admission(EngineSnapshot, lambda: 3.0, counts=each) for each in counts)
+    for each in (here, there):
+        each.open(max_running=1, max_waiting=1, max_held_bytes=100)
+    own, other = here.permit(), there.permit()
+    other.hold(60)
+    for each in (here, there):
+        with pytest.raises(Overloaded, match="1 running and 1 waiting"):
+            each.permit()
+    with pytest.raises(Overloaded, match="hold"):
+        own.hold(41)
+    assert counts[0].clear(1)[OpenCounts.OPEN] == 1
+    own.hold(100)
+    here.permit().release()
+    own.release()
+    assert (here.num_open, there.num_open, here.num_held_bytes) == (0, 0, 0)
 
 
 async def test_five_hundred_clients_at_once_are_answered_or_asked_to_come_back() -> None:

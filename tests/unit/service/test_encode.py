@@ -20,6 +20,7 @@ from app.errors import (
 )
 from app.messages import Abort, ArraysReady, Infer, Signature, TensorSpec, Text
 from app.metrics.instruments import Metrics
+from app.service.admission import OpenCounts
 from app.service.encode import MAX_HIDDEN_BYTES, MAX_TEXTS, SHORT_CHARACTERS, TOKEN_BYTES, tokenize_texts
 from app.service.requests import EncodingRequest, InferenceRequest, Truncation
 from app.service.served_model import ServedEncoder, ServedProgram, to_numpy
@@ -229,10 +230,10 @@ async def test_places_and_bytes_are_counted() -> None:
             await asyncio.sleep(0)
         held = service._client.admission.num_held_bytes
         assert held == 3 * TOKEN_BYTES + 4 * SIZE, "ids and a vector"
-        service._client.admission.num_held_bytes = LIMITS.max_held_bytes - 1
+        service._client.admission.counts.set(OpenCounts.HELD_BYTES, LIMITS.max_held_bytes - 1)
         with pytest.raises(Overloaded, match="Open requests and their responses hold 256 MiB"):
             await service.encode(wanted("a"))
-        service._client.admission.num_held_bytes = held
+        service._client.admission.counts.set(OpenCounts.HELD_BYTES, held)
         second = asyncio.ensure_future(service.encode(wanted("a")))
         while len(worker.encodes) < 2:
             await asyncio.sleep(0)

@@ -181,7 +181,7 @@ def is_open(served: ServedDecoder, request: GenerationRequest) -> bool:
     return read_prompt(served, request).opens_reasoning
 
 
-@pytest.mark.cases(test=6)
+@pytest.mark.cases(test=6, ci=20)
 @pytest.mark.parametrize(
     ("name", "special"),
     [

@@ -120,7 +120,7 @@ READ = (
 )
 
 
-@pytest.mark.cases(test=1, ci=14)
+@pytest.mark.cases(test=1, ci=5)
 @pytest.mark.parametrize("form", READ)
 def test_tool_calls(form: str) -> None:
     check_tool_calls(form, "", 3)
@@ -133,7 +133,7 @@ def test_tool_calls_after_other_text(form: str, before: str, size: int) -> None:
     check_tool_calls(form, "".join(TOOL_FORMATS[form].opening) if before == "marker" else before, size)
 
 
-@pytest.mark.cases(test=3, ci=14)
+@pytest.mark.cases(test=2, ci=6)
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("form", REASONING_FORMATS)
 def test_reasoning(form: str, is_open: bool) -> None:

@@ -30,6 +30,8 @@ class ScriptedServer:
         self._step = asyncio.Condition()
         self._waiting = 0
         self._num_streams = num_streams
+        self.known: set[str] = set()  # pictures
+        self.num_running = 0
 
     async def token_prompts(self, seed: int = 0) -> TokenPrompts:
         return TokenPrompts(range(100), seed)
@@ -47,12 +49,24 @@ class ScriptedServer:
                 await asyncio.sleep(0)
             return StreamTiming(started, ((self.now, 1),))
         pieces: list[tuple[float, int]] = []
+        self.num_running += 1
         while len(pieces) < min(max_tokens, self.chunks or max_tokens):
             await self._next_step()
             pieces.append((self.now, 1))
             if on_piece is not None and not on_piece(len(pieces)):
                 break
+        self.num_running -= 1
         return StreamTiming(started, tuple(pieces))
+
+    async def ask_about(self, picture: str, question: str, max_tokens: int) -> StreamTiming:
+        started, steps = self.now, 1 if picture in self.known else PREFILL_STEPS
+        self.known.add(picture)
+        if not self.num_running:
+            self.now += steps * MIXED
+        self.prefilling = steps if self.num_running else 0
+        while self.prefilling:
+            await asyncio.sleep(0)
+        return StreamTiming(started, ((self.now, 1),))
 
     async def _next_step(self) -> None:
         """The last stream to arrive makes the step."""
@@ -102,6 +116,16 @@ async def test_a_prefill_that_stalls_the_streams_misses_the_target(monkeypatch: 
     figures = await latency.inter_token_latency(server, LONG, rounds=1, advance=told)
     assert ratio_of(figures) == pytest.approx(4.0)
     assert figures[-1].met is False
+
+
+async def test_a_known_picture_and_streams_beside_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = scripted(monkeypatch, latency.NUM_STREAMS)
+    first, second, quiet, beside = await latency.pictures(server, (4, 3), rounds=2, advance=told)
+    assert first.value == pytest.approx(PREFILL_STEPS * MIXED * 1e3)
+    assert second.ratio == pytest.approx(1 / PREFILL_STEPS) and second.met
+    assert quiet.p99 == pytest.approx(STEP * 1e3)
+    assert beside.ratio == pytest.approx(MIXED / STEP) and beside.met is False
+    assert len(server.known) == 1 + 2 * (1 + latency.NUM_PICTURES), "each picture is a new one"
 
 
 async def test_streams_that_end_early_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,8 @@ class AnyRun(RuleBasedStateMachine):
     ) -> None:
         limits = EngineLimits(max_model_len=90, max_running_seqs=running, max_batch_tokens=batch_tokens)
         pace = PrefillBudget(batch_tokens, itl)
-        if checkpoints is not None:  # a recurrent state: on processors alone, without guesses and store
-            states = StateCheckpoints(num_slots, checkpoints, 5)
-            self.sim = Simulation(num_slots, capacity, page, limits, pace, states)
-            return
-        self.sim = Simulation(num_slots, capacity, page, limits, pace).flying(flying)
+        states = None if checkpoints is None else StateCheckpoints(num_slots, checkpoints, 5)
+        self.sim = Simulation(num_slots, capacity, page, limits, pace, states).flying(0.0 if states else flying)
         if guessed is not None:
             self.sim.with_guesses(guessed)
         if kept is not None:  # on a device there is no store, and on a processor nothing is launched ahead

@@ -44,10 +44,14 @@ FORCED: list[tuple[dict[str, Any], str, Any]] = [
     ({}, "prompt_cache", None),
     ({"prompt_cache": "/kept"}, "prompt_cache", "/kept"),
     ({"prompt_cache_bytes": GIB}, "prompt_cache_bytes", GIB),
+    ({}, "api_processes", 1),
+    ({"api_processes": 1}, "engine_process", False),
+    ({"api_processes": 3}, "engine_process", True),
 ]
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": "cuda"}, PlanImpossible, "neither nvidia-smi"),
+    ({"api_processes": 2, "engine_process": "off"}, PlanImpossible, "engine_process must not be off"),
     ({"device": "mps"}, PlanImpossible, "no Apple silicon Mac"),
     ({"compile": "on"}, PlanImpossible, "compile is on"),
     ({"int8_copy": "on"}, PlanImpossible, "int8_copy is on, but precision is bf16"),

@@ -39,6 +39,12 @@ def test_the_states_of_the_sequences_at_a_time_are_counted() -> None:
     assert without.memory.state_bytes == 0 and without.memory.kv_cache_bytes > made.memory.kv_cache_bytes
 
 
+def test_small_states_have_more_checkpoints() -> None:
+    made = plan(machine(), dataclasses.replace(NEEDS, state_bytes=160 * 2**10))
+    assert made.memory.state_bytes > 3 * made.memory.max_running_seqs * 160 * 2**10
+    assert made.memory.state_bytes < 2**30
+
+
 def test_few_sequences_run_where_their_states_are_large() -> None:
     small = machine(memory=4 * GIB)
     made = plan(small, dataclasses.replace(NEEDS, state_bytes=200 * MIB), precision="int4")
@@ -48,12 +54,11 @@ def test_few_sequences_run_where_their_states_are_large() -> None:
         plan(small, dataclasses.replace(NEEDS, state_bytes=200 * MIB), precision="int4", max_running_seqs=32)
 
 
-def test_nothing_that_needs_an_earlier_state_is_on() -> None:
-    made = plan(machine(), NEEDS)
-    assert not made.steps.speculation and "cannot go back" in made.decisions["speculation"].reason
-    with pytest.raises(PlanImpossible, match="prompt_cache is set, but a recurrent state cannot go back"):
-        plan(machine(), NEEDS, prompt_cache="/nowhere")
-    with pytest.raises(PlanImpossible, match="draft_model is set, but a recurrent state cannot go back"):
+def test_drafts_are_verified_but_not_made_with_a_state() -> None:
+    plain = dataclasses.replace(NEEDS, state_bytes=0)
+    assert plan(machine(), NEEDS).steps.speculation
+    assert plan(machine(), dataclasses.replace(NEEDS, draft=plain), draft_model="/nowhere").steps.draft_model
+    with pytest.raises(PlanImpossible, match="draft_model is set, but its layers have a recurrent state"):
         plan(machine(), dataclasses.replace(NEEDS, draft=NEEDS), draft_model="/nowhere")
 
 

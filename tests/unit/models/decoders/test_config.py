@@ -132,7 +132,7 @@ def test_lfm2_names_its_layers_by_their_numbers_and_adjusts_its_mlp() -> None:
     config = ModelConfig.from_hf(values)
     assert config.convolution == ConvolutionConfig(3, (True, True, False, True))
     assert (config.intermediate_size, config.tie_embeddings) == (8192, True)
-    assert (config.num_kv_heads, config.cache_heads) == (8, 16)
+    assert (config.cache_layers, config.state_sizes) == (1, (2 * 2048,) * 3)
 
 
 def test_gemma_3n_has_the_values_of_transformers_if_its_config_omits_them() -> None:
@@ -222,7 +222,7 @@ def test_latent_attention_has_heads_of_its_own_sizes() -> None:
         ("Gemma3nForCausalLM", {"num_kv_shared_layers": 3}, "no layer before them has the kind of attention"),
         ("Lfm2ForCausalLM", {"conv_bias": True}, "a bias of short convolutions"),
         ("Lfm2ForCausalLM", {"layer_types": ["conv"] * 4}, "a layer with full_attention"),
-        ("Lfm2ForCausalLM", {"head_dim": 12}, "do not fit heads of 12"),
+        ("Lfm2ForCausalLM", {"conv_L_cache": 9}, "convolutions over 9 positions"),
         ("Lfm2ForCausalLM", {"layer_types": ["conv", "sliding_attention"] * 2}, "known are conv, full_attention"),
         ("Lfm2ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
     ],
