@@ -359,6 +359,8 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         return "its config.json has no mrope_section, which says where they are"
     if config.altup is not None and checkpoint.config.get("text_config", {}).get("pad_token_id"):
         return "its config.json has another pad_token_id than 0, whose inputs of layers the tokens of pictures have"
+    if config.blocks == "sliding":
+        return "its pictures need attention in both directions in layers with a window alone, which is not offered"
     if settings.max_images == 0:
         return "this server reads none (max_images=0)"
     if plan.placement.device != "cpu":

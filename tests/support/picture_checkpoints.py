@@ -43,7 +43,6 @@ _SIZE = {"height": 28, "width": 28}
 _PINPOINTS = [[28, 56], [56, 28], [56, 56]]
 _DEEPSTACK = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
 _UNTIED = {"tie_word_embeddings": False}  # else a token is followed by itself
-_LARGE_GEMMA4 = {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0}
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.2,
@@ -254,11 +253,15 @@ def _gemma3() -> Any:
     return config, processor, "<start_of_image>"
 
 
-def _paligemma(text: str) -> Any:
+def _paligemma() -> Any:
     import transformers
 
     config = {
-        "text_config": {**SERVED[f"{text.title()}ForCausalLM"], "model_type": text, **_UNTIED},
+        "text_config": {
+            **SERVED["GemmaForCausalLM"],
+            "model_type": "gemma",
+            **_UNTIED,
+        },
         **_UNTIED,
         "vision_config": {**_SIGLIP, "patch_size": 7, "vision_use_head": False},
         "image_token_index": IDS["<image>"],
@@ -416,17 +419,13 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "Mistral3ForConditionalGeneration/mistral4": lambda: _mistral3("/mistral4"),
     "Glm4vForConditionalGeneration": _glm4v,
     "Glm4vMoeForConditionalGeneration": lambda: _glm4v(**TINY, **EXPERTS, n_routed_experts=6, attention_bias=True),
-    "PaliGemmaForConditionalGeneration/gemma": lambda: _paligemma("gemma"),
-    "PaliGemmaForConditionalGeneration/gemma2": lambda: _paligemma("gemma2"),
+    "PaliGemmaForConditionalGeneration/gemma": _paligemma,
     "Lfm2VlForConditionalGeneration": _lfm2_vl,
 }
 # Further forms of these families.
 FORMS: Mapping[str, Callable[[], Any]] = {
     **FAMILIES,
     "LlavaForConditionalGeneration/Pixtral": _llava_of_pixtral,
-    "Gemma4ForConditionalGeneration/both directions": lambda: _gemma4(
-        {**SERVED["Gemma4UnifiedForCausalLM"], **_LARGE_GEMMA4}
-    ),
 }
 
 

@@ -317,7 +317,6 @@ class Scheduler:
         spans: list[ScheduledSpan] = []
         exceeds = False
         for sequence, tokens in shares:
-            tokens = self._allocator.until_checkpoint(sequence, tokens)
             whole = tokens_in_whole_blocks(sequence, tokens) if sequence.vectors else tokens
             if whole <= tokens or not exceeds:
                 exceeds |= whole > tokens

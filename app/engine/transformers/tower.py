@@ -66,6 +66,7 @@ class PictureTower:
         import_library()
         name = config.architecture.partition("/")[0]
         self._scale, self._joins, self._dtype = scale, config.blocks != "none", getattr(torch, dtype)
+        self._window = min((window for window in config.windows if window is not None), default=config.max_model_len)
         self.cuts_by_number = name in _CUT_BY_NUMBER
         self.joins_prompt = DECODER_FAMILIES[config.architecture].joins_prompt
         transformers.utils.logging.set_verbosity_error()
@@ -113,7 +114,13 @@ class PictureTower:
         runs = self._runs(found, first, end)
         decode = self._processor.tokenizer.decode
         around = ("", "") if self.joins_prompt else (decode(ids[:first]), decode(ids[end:]))
-        return PictureVectors(ids[first:end], runs, around)
+        made = PictureVectors(ids[first:end], runs, around)
+        longest = max(run.num_rows for run in made.runs)
+        if self._joins and longest > self._window:
+            raise InvalidRequest(
+                f"{field} has {longest} tokens that see each other, and a layer's window {self._window}.", field
+            )
+        return made
 
     def _inputs_of_text(self, inputs: Any) -> _TextInputs:
         given: list[dict[str, Any]] = []

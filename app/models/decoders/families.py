@@ -66,7 +66,7 @@ _TEXTS_OF_READERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "LlavaOnevisionForConditionalGeneration": ("llava_onevision", "LLaVA-OneVision", ("qwen2",)),
     "InternVLForConditionalGeneration": ("internvl", "InternVL 2.5 and later", ("qwen2", "qwen3", "llama")),
     "Ovis2ForConditionalGeneration": ("ovis2", "Ovis 2", ("qwen2",)),
-    "PaliGemmaForConditionalGeneration": ("paligemma", "PaliGemma 1 and 2", ("gemma", "gemma2")),
+    "PaliGemmaForConditionalGeneration": ("paligemma", "PaliGemma 1", ("gemma",)),
 }
 DEFAULT_TEXTS: Mapping[str, str] = {name: texts[0] for name, (_, _, texts) in _TEXTS_OF_READERS.items()}
 _TEXT_NAMES = {
@@ -76,7 +76,6 @@ _TEXT_NAMES = {
     "qwen3": "Qwen3",
     "granite": "Granite",
     "gemma": "Gemma",
-    "gemma2": "Gemma2",
 }
 # What the first files of LLaVA leave out of the section of their text model.
 _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
@@ -96,7 +95,6 @@ _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
         "max_position_embeddings": 131072,
     },
     "gemma": {"max_position_embeddings": 8192},
-    "gemma2": {"max_position_embeddings": 8192},
 }
 
 
@@ -620,7 +618,7 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "speech": ("Whisper", "Speech", "Wav2Vec", "Voxtral", "Moshi", "Qwen2Audio"),
     "pictures": (
-        *("LlavaNextVideo", "VipLlava", "VideoLlava", "IdeficsFor", "Idefics2", "Mllama"),
+        *("LlavaNextVideo", "VipLlava", "VideoLlava", "IdeficsFor", "Idefics2", "PaliGemma", "Mllama"),
         *("InternVLChat", "Phi4Multimodal", "DeepseekVL", "OvisFor", "Molmo", "Pixtral", "Qwen2_5Omni"),
         "Lfm3Vl",
     ),

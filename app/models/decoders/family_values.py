@@ -121,10 +121,9 @@ def gemma2(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def paligemma(config: ConfigReader, fields: Fields) -> Fields:
-    """Read Gemma 1 or 2 behind pictures, where the tokens of a prompt see each other."""
+    """Read Gemma 1 behind pictures, where the tokens of a prompt see each other."""
     config.values.get("use_bidirectional_attention")  # of the prompt
-    read = gemma2 if config.text("model_type", "gemma") == "gemma2" else gemma
-    return {**read(config, fields), "blocks": "all"}
+    return {**gemma(config, fields), "blocks": "all"}
 
 
 def gemma3(config: ConfigReader, fields: Fields) -> Fields:
