@@ -338,13 +338,13 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
     """Return what reads pictures for this model, or why none can be read. Nothing is loaded before the first one."""
     checkpoint, settings = prepared.checkpoint, prepared.settings
     assert isinstance(checkpoint, Checkpoint), "a program generates no text"
-    config, plan = checkpoint.model_config, prepared.plan
-    if not isinstance(config, ModelConfig) or checkpoint.gguf is not None or not reads_pictures(config.architecture):
+    config, part = checkpoint.model_config, checkpoint.picture_part
+    if checkpoint.gguf is not None and part is None:
+        return "this GGUF model has no file mmproj that is used (docs/gguf.md)"
+    if not isinstance(config, ModelConfig) or (part is None and not reads_pictures(config.architecture)):
         return f"this server reads only text with this model ({config.architecture}; docs/families.md)"
     if settings.max_images == 0:
         return "this server reads none (max_images=0)"
-    if plan.placement.device != "cpu":
-        return f"they are read with device=cpu only, not with {plan.placement.device}"
     if not all(map(find_spec, ("transformers", "PIL"))):
         return f"the library that reads them is not installed here: {INSTALL}"
     # Granite multiplies all inputs of its first layer, and other families the embeddings alone.
@@ -354,6 +354,10 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
     def load() -> Tower:
         from app.engine.transformers.tower import PictureTower
 
+        if part is not None:
+            from app.engine.transformers.mmproj import GgufTower
+
+            return GgufTower(part, checkpoint.location, config.hidden_size, architecture=config.architecture)
         return PictureTower(checkpoint.directory, config.architecture, scale)
 
     return ChatPictureReader(load, settings.max_images, settings.allow_image_urls)

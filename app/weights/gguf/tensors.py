@@ -88,12 +88,12 @@ def checkpoint_tensors(model: GgufModel, family: GgufFamily, config: Mapping[str
         if _predicts_further(name, config):
             continue
         experts = dict(expert_tensors(name, tensor, config["num_local_experts"])) if family.has_experts else {}
-        found.update((ours, _entry(own, 0, 0.0)) for ours, own in experts.items())
+        found.update((ours, gguf_entry(own)) for ours, own in experts.items())
         if experts:
             continue
         part = name.split(".")[-2] if name.count(".") > 1 else ""
         added = 1.0 if family.is_gemma and name.endswith("_norm.weight") else 0.0
-        found[_name_here(name, family.model_type)] = _entry(tensor, heads.get(part, 0), added)
+        found[_name_here(name, family.model_type)] = gguf_entry(tensor, heads.get(part, 0), added)
     return found
 
 
@@ -102,7 +102,7 @@ def _predicts_further(name: str, config: Mapping[str, Any]) -> bool:
     return layer.isdecimal() and num_layers <= int(layer) < num_layers + config["num_nextn_predict_layers"]
 
 
-def _entry(tensor: GgufTensor, heads: int, added: float) -> TensorEntry:
+def gguf_entry(tensor: GgufTensor, heads: int = 0, added: float = 0.0) -> TensorEntry:
     place = tensor.file, tensor.shape, tensor.start, tensor.end
     if heads and (tensor.shape[0] % (2 * heads) or len(tensor.shape) > 2):
         heads = 0  # the shape is wrong and is refused later, by name
