@@ -19,6 +19,7 @@ from torch import Tensor
 
 from app.engine.sampling.rows import COLUMNS, filters_of, stream_start, uniform_numbers
 from app.engine.scheduler.batch import LogitRow, ScheduledSpan, Sequence
+from app.messages import FIRST_VECTOR_ID
 from armature_kernels.attention.paged import PAGE_TOKENS
 
 ColumnArray = NDArray[Any]
@@ -190,7 +191,9 @@ def fill_step(
     positions: list[int] = []
     slots, lengths, starts = [], [], [0]
     for span in spans:
-        token_ids += span.sequence.token_ids[span.start : span.end]
+        ids = span.sequence.token_ids[span.start : span.end]
+        # Vectors come in place of the embedding of these.
+        token_ids += [token if token < FIRST_VECTOR_ID else 0 for token in ids] if span.sequence.vectors else ids
         positions += range(span.start, span.end)
         slots.append(span.slot)
         lengths.append(span.end)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from app.backends.base import DeviceBackend, DeviceEvent
+from app.engine.decoder.cpu_runner import vectors_of
 from app.engine.decoder.cuda_graphs import DecodeGraphs, GraphShape, bucket_sizes, captured_row_bytes, smallest_bucket
 from app.engine.decoder.device_inputs import (
     ColumnArray,
@@ -39,7 +40,7 @@ from app.engine.scheduler.scheduler import EngineLimits
 from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import QkvHeads
-from armature_kernels.attention.context import AttentionSpec, StepContext
+from armature_kernels.attention.context import AttentionSpec, StepContext, TokenVectors
 from armature_kernels.attention.paged import PagedStep
 from armature_kernels.elementwise.rope import apply_rope_and_write_kv
 
@@ -91,21 +92,25 @@ class DeviceForward:
         self.backend = backend
         self.buffer = buffer
 
-    def logits(self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds) -> Tensor:
+    def logits(
+        self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, vectors: TokenVectors | None = None
+    ) -> Tensor:
         which = None if sizes.samples == sizes.tokens else views.logit_rows
-        logits = self.model(self._context(views, bounds, which))
+        logits = self.model(self._context(views, bounds, which, vectors))
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
-    def hidden(self, views: StepViews[Tensor], bounds: StepBounds) -> Tensor:
-        return self.model.hidden(self._context(views, bounds, None))
+    def hidden(self, views: StepViews[Tensor], bounds: StepBounds, vectors: TokenVectors | None) -> Tensor:
+        return self.model.hidden(self._context(views, bounds, None, vectors))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         logits = self.model.logits(hidden)
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
-    def _context(self, views: StepViews[Tensor], bounds: StepBounds, logit_rows: Tensor | None) -> StepContext:
+    def _context(
+        self, views: StepViews[Tensor], bounds: StepBounds, logit_rows: Tensor | None, vectors: TokenVectors | None
+    ) -> StepContext:
         step = PagedStep(
             self.kv_cache.tables,
             views.slots,
@@ -119,7 +124,7 @@ class DeviceForward:
         # The previous step left -1 for a row whose logits were not finite. Waiting for that step raises.
         token_ids = self.buffer.index_select(0, views.sources).clamp_min_(0)
         attend = PagedAttention(self.kv_cache, self.backend, step, views.kv_rows)
-        return StepContext(token_ids, views.positions, logit_rows, attend)
+        return StepContext(token_ids, views.positions, logit_rows, attend, vectors=vectors)
 
     def sample(self, logits: Tensor, views: StepViews[Tensor], mode: SamplingMode) -> None:
         """Sample each row of logits [samples, vocab] and write the ids to the buffer; -1 for rows not finite."""
@@ -196,6 +201,7 @@ class _StepTask:
     inputs: DecodeInputs | None
     kv_rows: list[int]
     rows: list[LogitRow]
+    vectors: TokenVectors | None = None  # on the host
 
 
 class DeviceDecoderRunner:
@@ -309,10 +315,12 @@ class DeviceDecoderRunner:
     def _task(self, batch: Batch) -> _StepTask:
         rows = logit_rows_of(batch.spans)
         mode = sampling_mode(rows, self.backend.can_sample)
-        decodes = all(span.num_tokens == span.num_samples == 1 for span in batch.spans)
+        vectors = vectors_of(batch.spans)
+        decodes = vectors is None and all(span.num_tokens == span.num_samples == 1 for span in batch.spans)
         shape = self._shape(len(batch.spans), mode) if decodes and mode is not SamplingMode.LOGITS else None
         sizes = StepSizes.of(batch.spans, len(rows)) if shape is None else StepSizes.of_bucket(shape.bucket)
-        return _StepTask(batch, len(rows), mode, shape, sizes, None, self.kv_cache.written_rows(batch.spans), rows)
+        written = self.kv_cache.written_rows(batch.spans)
+        return _StepTask(batch, len(rows), mode, shape, sizes, None, written, rows, vectors)
 
     def _task_ahead(self, batch: Batch, before: DeviceInFlightStep) -> _StepTask:
         """Return the task of a step that is launched ahead: its tokens are those that the step before it samples."""
@@ -376,13 +384,16 @@ class DeviceDecoderRunner:
             self.graphs.run(task.shape)
             return None, []
         sizes, bounds, scores = task.sizes, StepBounds.of(task.batch.spans), []
-        views = block_views(self._block, sizes, self.backend.can_sample)
+        views, vectors = block_views(self._block, sizes, self.backend.can_sample), task.vectors
+        if vectors is not None:
+            device = self._block.device
+            vectors = replace(vectors, rows=vectors.rows.to(device), values=vectors.values.to(device))
         if task.batch.scored:
-            hidden = self._forward.hidden(views, bounds)
+            hidden = self._forward.hidden(views, bounds, vectors)
             scores = score_prompts(task.batch, hidden, self._forward.logits_of)
             logits = self._forward.logits_of(hidden.index_select(0, views.logit_rows))
         else:
-            logits = self._forward.logits(views, sizes, bounds)
+            logits = self._forward.logits(views, sizes, bounds, vectors)
         if task.mode is SamplingMode.LOGITS:
             return logits, scores
         self._forward.sample(logits, views, task.mode)
