@@ -226,8 +226,8 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
         return Decision(False, "Asked for.")
     if served.needs is not None and served.needs.engine == "transformers":
         return Decision(False, f"{BY_TRANSFORMERS.capitalize()}, which verifies no drafts here.")
-    if served.device != "cpu" or (served.needs is not None and not served.needs.generates):
-        return Decision(False, "Only for models that generate, on processors.")
+    if served.needs is not None and not served.needs.generates:
+        return Decision(False, "Only for models that generate.")
     if settings.draft_model is not None:
         return Decision(
             True,
@@ -440,6 +440,8 @@ def _plan_on(
         kernels = Decision(kernels.value, layers) if device is None and kernels.value != TORCH_KERNELS else whole
     all_threads = _decide_threads(facts, settings, kind)
     node, trials = all_threads.numa_node, TrialTimings.from_measurements(measurements)
+    if kind == "cuda" and needs is not None and needs.expert_weights:  # whose products there are of 16 or 32 bits
+        recipes = [key for key in recipes if (key[0], key[2]) != ("cuda", "int4")]
     built = available_precisions(recipes, kind, facts.architecture, settings)
     if by_library and settings.weight_format == "auto":
         built -= set(QUANTIZED_PRECISIONS)
