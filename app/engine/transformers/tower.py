@@ -71,8 +71,7 @@ class PictureTower:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
-            self._processor: Any = _processor_class(directory).from_pretrained(directory, local_files_only=True)
-            model, self._hidden_size = _load(directory, getattr(transformers, name), self._dtype)
+            self._processor, model, self._hidden_size = self._parts(directory, name)
         except _LIBRARY_ERRORS as error:
             raise UnsupportedParameter(
                 f"Pictures cannot be read: transformers {transformers.__version__} cannot load this checkpoint's part"
@@ -86,6 +85,11 @@ class PictureTower:
         known = () if self.joins_prompt else self._processor.tokenizer.added_tokens_decoder
         self._known_tokens = {self.token_id, *known}
         _LOG.info("pictures are read by %s", type(self._model).__name__)
+
+    def _parts(self, directory: Path, name: str) -> tuple[Any, Any, int]:
+        """Return the processor, the model, and the size of its vectors."""
+        processor: Any = _processor_class(directory).from_pretrained(directory, local_files_only=True)
+        return processor, *_load(directory, getattr(transformers, name), self._dtype)
 
     def read(self, data: bytes, field: str, is_alone: bool) -> PictureVectors:
         """Return the vectors of a picture. Raises `InvalidRequest` if it cannot be read."""
