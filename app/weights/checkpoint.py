@@ -54,7 +54,7 @@ from app.weights.tensor_names import RenamedTensors, has_own_head, rename_decode
 log = logging.getLogger(__name__)
 
 AnyConfig = ModelConfig | EncoderConfig | TransformersConfig
-EngineChoice = Literal["auto", "native", "transformers"]  # the setting `engine`
+EngineChoice = Literal["auto", "native", "transformers", "onnxruntime"]  # the setting `engine`
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from app.engine.transformers.pictures import read_picture
+from app.engine.picture_files import read_picture
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.weights.files import read_optional
 
