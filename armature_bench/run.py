@@ -16,6 +16,7 @@ from typing import Any
 from app.hardware.plan.memory_budget import kv_bytes_per_token
 from app.hardware.probe.probe import probe
 from app.hardware.probe.software import available_levels
+from app.models.transformers_tasks import SPEECH, TaskConfig
 from app.server.prepare import Prepared, calibrate, prepare
 from app.settings import Settings, given_settings, setting_flags
 from app.version import VERSION
@@ -45,6 +46,7 @@ from armature_bench.report.load_page import check_page, write_load_page
 from armature_bench.report.load_picture import load_picture
 
 DEFAULT_TOKENS = (128, 128)
+BY_TRANSFORMERS = "a model that transformers computes"
 
 
 def run_bench(settings: Settings, arguments: Namespace) -> BenchOutcome:
@@ -112,6 +114,9 @@ def _engine(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
         _refuse_flags(arguments, "an exported program", "beam_width")
         return program.measure_program_engine(prepared.checkpoint, plan, facts, prepared.step_time_table, asked)
     checkpoint = require_checkpoint(prepared.checkpoint)
+    if prepared.needs.engine == "transformers":
+        _refuse_flags(arguments, BY_TRANSFORMERS, "prompts", "steps", "beam_width")
+        return _by_library(prepared, arguments)
     if checkpoint.kind == "encoder":
         _refuse_flags(arguments, "an encoder", "beam_width")
         return encoder.measure_encoder_engine(checkpoint, plan, facts, prepared.step_time_table, asked)
@@ -155,9 +160,29 @@ def _speculation(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
     )
 
 
+def _by_library(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
+    """Measure a model that transformers computes: decode steps, or speech to text."""
+    from app.engine.transformers.build import import_library
+
+    import_library()
+    from armature_bench.engine.library import LibraryJob, measure_library_steps, measure_speech
+
+    checkpoint = require_checkpoint(prepared.checkpoint)
+    config, rows = checkpoint.model_config, arguments.rows or (1, 8)
+    job = LibraryJob(checkpoint, prepared.settings, prepared.facts, arguments.rounds, rows)
+    if isinstance(config, TaskConfig):
+        if SPEECH not in config.tasks:
+            raise MeasurementFailed(f"{config.architecture}: of models of tasks, only speech to text is measured.")
+        return measure_speech(job)
+    return measure_library_steps(job)
+
+
 def _eager(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
     from armature_bench.engine.recording import ReplayOptions, measure_replay
 
+    if prepared.needs.engine == "transformers":
+        _refuse_flags(arguments, BY_TRANSFORMERS, "dtypes")
+        return _by_library(prepared, arguments)
     asked = {name: given for name in ("rows", "dtypes") if (given := getattr(arguments, name)) is not None}
     options = ReplayOptions(arguments.rounds, **asked)
     return measure_replay(prepared.checkpoint, prepared.plan, prepared.facts, prepared.settings, options)

@@ -77,6 +77,9 @@ class DeviceBackend(BaseBackend, Protocol):
         The result is [tokens, num_heads * head_dim] in the dtype of the QKV product, which may be overwritten.
         """
 
+    def captures_prompts(self, needs_torch: bool) -> bool:
+        """Return True if attention skips padding, so that steps with prompts may be padded; `needs_torch`: no kernel has it."""
+
     def capture(self, work: Callable[[], None]) -> CapturedGraph | None:
         """Record `work`, which has run before; None if this kind of device cannot record."""
 

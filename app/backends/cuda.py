@@ -20,12 +20,13 @@ from armature_kernels.attention.attention import KvRows, QkvHeads
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
 from armature_kernels.elementwise.rope import apply_rope_to_qkv
-from armature_kernels.triton.support import triton_usable
+from armature_kernels.triton.support import triton_usable, unavailable_reason
 
 _MIN_CAPABILITY = (
     8,
     0,
 )  # compute capability of Ampere, the first with bfloat16 products, flash attention and four-bit products
+_SHARED_POOL = (0, 0)  # torch's name of the memory that is no captured step's
 # Libraries, graphs and Triton kernels allocate memory outside of torch's allocator. They report out of memory as plain
 # errors.
 _OUT_OF_MEMORY_TEXTS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
@@ -51,7 +52,8 @@ class CudaBackend:
     def configure(self, plan: ServingPlan) -> None:
         """Select the GPU and set the numerical options of PyTorch. Raises `PlanImpossible` if torch cannot use it.
 
-        FP32 products do not use TF32. Sums of FP16 products are accumulated in FP32, where they cannot overflow.
+        FP32 products do not use TF32. Sums of FP16 and BF16 products are accumulated in FP32, where they neither overflow
+        nor lose digits.
         """
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -69,13 +71,19 @@ class CudaBackend:
         torch.set_num_threads(plan.cpu.threads)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self._recording = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def free_bytes(self) -> int:
-        """Return the bytes that are free in the driver plus those that torch has reserved but not allocated."""
+        """Return the bytes that are free in the driver plus those that torch has reserved but not allocated.
+
+        What is unused in the pool of the captured steps serves them alone, so it is not free.
+        """
         free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        shared = [one for one in segments if one["device"] == 0 and tuple(one["segment_pool_id"]) == _SHARED_POOL]
+        return int(free + sum(one["total_size"] - one["allocated_size"] for one in shared))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -123,6 +131,9 @@ class CudaBackend:
         from armature_kernels.triton.prompts import attend_packed
 
         return attend_packed(*apply_rope_to_qkv(heads), texts, spec).flatten(1)
+
+    def captures_prompts(self, needs_torch: bool) -> bool:
+        return not needs_torch and unavailable_reason() is None
 
     def capture(self, work: Callable[[], None]) -> CapturedGraph:
         """Run `work` once on the recording stream, then record it.

@@ -73,6 +73,9 @@ class MpsBackend:
     def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
         return attend_texts_padded_torch(heads, texts, spec, attention_function(spec))
 
+    def captures_prompts(self, needs_torch: bool) -> bool:
+        return False
+
     def capture(self, work: Callable[[], None]) -> CapturedGraph | None:
         """Return None: PyTorch has no interface to record work on Metal."""
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +15,15 @@ from torch import Tensor
 
 from app.backends.selection import select_host_backend
 from app.engine.build import BuildRequest, BuiltEngine, percent_reporter, prepare_device
-from app.engine.encoder.batching import BatchingDelay
+from app.engine.encoder.batching import BatchingDelay, RequestQueue
 from app.engine.onnx.conversion import NotConvertible, convert
 from app.engine.onnx.session import OnnxProgram, RunsGraph
+from app.engine.queue_engine import QueueEngine
 from app.engine.scheduler.policy import share_in_order
 from app.errors import CheckpointInvalid, InvalidRequest, RequestError, StepFailed
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
-from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec, Timings
-from app.metrics.steps import EngineSnapshot, StepStats
+from app.messages import Array, ArraysReady, Event, Infer, Signature, TensorSpec
 from app.models.program import Program
 from app.models.program_graph import SAMPLE_SIZE
 from app.weights.load import ARCHIVE_VALUES, ProgramValues, load_program, program_states
@@ -112,6 +111,10 @@ class InferState:
     started_at: float | None = None
     parts: dict[str, list[Tensor]] = field(default_factory=dict)
 
+    @property
+    def tokens_left(self) -> int:
+        return self.rows - self.done
+
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
@@ -122,10 +125,8 @@ class RowShare:
         return self.request.inputs[name][self.request.done : self.request.done + self.rows]
 
 
-class ProgramEngine:
-    """The engine of programs, as the worker calls it. `stats` describes the last step; rows are counted as tokens."""
-
-    batching_delay_seconds = 0.0
+class ProgramEngine(QueueEngine[InferState]):
+    """The engine of programs, as the worker calls it. Rows are counted as tokens."""
 
     def __init__(
         self,
@@ -134,85 +135,41 @@ class ProgramEngine:
         clock: Callable[[], float] = time.monotonic,
         throttle_correction: ThrottleCorrection | None = None,
     ) -> None:
-        self.stats: StepStats | None = None
-        self.runner = served
-        self.throttle_correction = throttle_correction or ThrottleCorrection()
-        self._signature, self._delay, self._clock = served.signature, delay, clock
-        self._waiting: deque[InferState] = deque()
-        self._batch: list[RowShare] = []  # shares of the current step, or of the step that raised
-        self._model_seconds = 0.0  # seconds of that step in the program itself
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._waiting)
+        super().__init__(RequestQueue(), delay, clock, throttle_correction)
+        self.runner, self._signature = served, served.signature
+        self._model_seconds = 0.0  # seconds of the last step in the program itself
 
     def add(self, message: Infer) -> list[Event]:
         inputs = {name: to_tensor(array) for name, array in message.inputs.items()}
         shapes = tuple(tuple(inputs[spec.name].shape[1:]) for spec in self._signature.inputs)
-        self._waiting.append(InferState(message, inputs, len(next(iter(inputs.values()))), shapes))
-        return []
-
-    def abort(self, command: Abort) -> list[Event]:
-        self._waiting = deque(one for one in self._waiting if one.message.request_id != command.request_id)
+        self.queue.push(InferState(message, inputs, len(next(iter(inputs.values()))), shapes))
         return []
 
     def step(self) -> list[Event]:
         started = self._clock()
         self.throttle_correction.begin()
-        self._batch, self._model_seconds = self._next_batch(), 0.0
-        shares = self._batch
-        for share in shares:
-            share.request.started_at = started if share.request.started_at is None else share.request.started_at
+        shares, self._model_seconds = self._next_batch(), 0.0
+        self._begin((share.request for share in shares), started)
         try:
             events = self._distribute(shares, self._compute(shares))
         except INPUT_ERRORS as error:
             alone = len(shares) == 1
             events = (
-                [self._reject(shares[0], error)]
+                self._reject(shares[0], error)
                 if alone
                 else [event for share in shares for event in self._compute_alone(share)]
             )
-        self._batch = []
         rows = sum(share.rows for share in shares)
-        seconds = self._clock() - started
-        self.stats = StepStats(
-            seconds,
-            num_sequences=len(shares),
-            model_seconds=self._model_seconds,
-            encode_tokens=rows,
-            num_encode_sequences=rows,
-            throttle_correction=self.throttle_correction.of(seconds),
-        )
-        self._delay.observe(self.stats)
+        self._observe(started, self._model_seconds, rows, rows)
         return events
-
-    def fail(self) -> list[Event]:
-        shares, self._batch = self._batch, []
-        error = StepFailed(
-            "The step that computed this request failed; the server's log says why. It may be sent again."
-        )
-        return [self._end(share.request, error) for share in shares] if shares else self.fail_all(error)
 
     def check(self) -> None:
         self.runner.run(synthetic_inputs(self._signature, 1))
 
-    def fail_all(self, error: RequestError) -> list[Event]:
-        return [self._end(request, error) for request in list(self._waiting)]
-
-    def snapshot(self) -> EngineSnapshot:
-        begun = sum(request.started_at is not None for request in self._waiting)
-        return EngineSnapshot(
-            num_running=begun,
-            num_waiting=len(self._waiting) - begun,
-            stepped_at=self._clock(),
-            queue=tuple(request.rows - request.done for request in self._waiting),
-            step_times=self._delay.step_times,
-        )
-
     def _next_batch(self) -> list[RowShare]:
-        shapes = self._waiting[0].shapes
-        alike = (request for request in self._waiting if request.shapes == shapes)
-        shares = share_in_order(alike, self._delay.target_tokens, lambda request: request.rows - request.done)
+        shapes = self.queue.oldest.shapes
+        alike = (request for request in self.queue.requests if request.shapes == shapes)
+        shares = share_in_order(alike, self._delay.target_tokens, lambda request: request.tokens_left)
         return [RowShare(request, rows) for request, rows in shares]
 
     def _compute(self, shares: Sequence[RowShare]) -> dict[str, Tensor]:
@@ -243,12 +200,12 @@ class ProgramEngine:
         try:
             return self._distribute([share], self._compute([share]))
         except INPUT_ERRORS as error:
-            return [self._reject(share, error)]
+            return self._reject(share, error)
 
-    def _reject(self, share: RowShare, error: Exception) -> RequestFailed:
+    def _reject(self, share: RowShare, error: Exception) -> list[Event]:
         """Return an error for one request, which is the client's if the program still computes synthetic inputs."""
         log.warning("the program failed on the inputs of one request: %s", error)
-        return self._end(share.request, program_error(error, self._computes()))
+        return self._end([share.request], program_error(error, self._computes()))
 
     def _computes(self) -> bool:
         try:
@@ -258,16 +215,10 @@ class ProgramEngine:
         return True
 
     def _answer(self, request: InferState) -> ArraysReady:
-        self._waiting.remove(request)
+        self.queue.remove(request.message.request_id)
         specs = {spec.name: spec for spec in self._signature.outputs}
         arrays = {name: to_array(torch.cat(parts), specs[name].datatype) for name, parts in request.parts.items()}
-        began = request.started_at or 0.0
-        timings = Timings(queue_seconds=began - request.message.arrived_at, encode_seconds=self._clock() - began)
-        return ArraysReady(request.message.request_id, arrays, timings, request.rows)
-
-    def _end(self, request: InferState, error: RequestError) -> RequestFailed:
-        self._waiting.remove(request)
-        return RequestFailed(request.message.request_id, error)
+        return ArraysReady(request.message.request_id, arrays, self._timings(request, self._clock()), request.rows)
 
 
 def program_error(error: Exception, computes_others: bool) -> RequestError:

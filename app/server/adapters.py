@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.errors import CheckpointInvalid, InvalidRequest, PlanImpossible, SettingsInvalid
-from app.hardware.plan.plan import ServingPlan
+from app.errors import CheckpointInvalid, InvalidRequest, SettingsInvalid
 from app.models.decoders.config import ModelConfig
 from app.service.adapters import AdapterStore
 from app.settings import Settings, parse_adapters
@@ -70,15 +69,6 @@ def _check_beside(model: OpenedModel, asked: list[Path]) -> None:
         raise CheckpointInvalid(
             f"{model.directory} has a LoRA adapter beside the model ({found}). To serve it under a name of its own, give"
             f" --lora NAME={model.directory}; to serve the model alone, move {found} elsewhere."
-        )
-
-
-def check_device(adapters: ServedAdapters | None, plan: ServingPlan) -> None:
-    """Raise `PlanImpossible` if the planned device does not serve adapters."""
-    if adapters is not None and plan.placement.device != "cpu":
-        raise PlanImpossible(
-            f"LoRA adapters are served on processors only, and the device is {plan.placement.device}: set device=cpu, or merge the"
-            " adapter into the model with peft's merge_and_unload."
         )
 
 

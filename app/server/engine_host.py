@@ -233,7 +233,9 @@ class EngineHost:
         log.debug("plan: precision = %s (%s)", now.value, now.reason)
 
     def use_idle_time(self, engine: Engine, is_wanted: Callable[[], bool]) -> bool:
-        """Time steps of the engine if the start could not, or not well; return True to be called again."""
+        """Capture more steps, then time some if the start could not, or not well; return True to be called again."""
+        if isinstance(engine, DecoderEngine) and not engine.use_idle_time(is_wanted):
+            return True
         prepared = self.prepared
         expected = prepared.estimated_trial if prepared.plan.steps.calibrate else None
         if expected is None:

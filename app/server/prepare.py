@@ -39,7 +39,7 @@ from app.hardware.step_times import StepTimeTable
 from app.metrics.load_progress import LoadProgress
 from app.models.decoders.config import ModelConfig
 from app.models.transformers_config import TransformersConfig
-from app.server.adapters import check_device, planned_adapters
+from app.server.adapters import planned_adapters
 from app.server.model_source import missing_model, open_or_fetch_model, planned_draft
 from app.settings import Settings, parse_kept_layers
 from app.version import VERSION
@@ -257,7 +257,6 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
     draft = planned_draft(settings, checkpoint)
     needs = replace(needs, draft=None if draft is None else draft.needs())
     plan = _plan(facts, None, settings, needs)
-    check_device(adapters, plan)
     shapes = checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint.fingerprint
     calibration_file = CalibrationFile(settings.cache_directory, calibration_key(facts, settings, plan, shapes))
     is_final = not plan.steps.calibrate

@@ -30,6 +30,7 @@ from app.weights.files import (
     read_optional,
 )
 from app.weights.forms import (
+    INT4,
     codes_precision,
     decoder_bytes,
     decoder_device_bytes,
@@ -50,6 +51,7 @@ from app.weights.quantized.methods import check_not_quantized, join_weights, qua
 from app.weights.safetensors import TensorEntry, read_header
 from app.weights.sentence_transformers import MODULES, read_sentence_config
 from app.weights.tensor_names import RenamedTensors, has_own_head, rename_decoder_tensors, rename_tensors
+from armature_kernels.linear.layout import LAYOUTS
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SINGLE_FILE = "model.safetensors"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
+# Parts of the names of tables, of which rows are looked up, in the models of transformers.
+_TABLES = ("embed", "wte.", "wpe.", "shared.", "relative_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +164,37 @@ class Checkpoint:
 
     def _transformers_needs(self, config: TransformersConfig) -> Needs:
         elements = sum(entry.num_elements for entry in self.tensors.values())
+        is_plain = {name: ".experts." not in name for name in self.tensors}
+        experts = sum(entry.num_elements for name, entry in self.tensors.items() if not is_plain[name])
+        matrices = [
+            entry.shape
+            for name, entry in self.tensors.items()
+            if len(entry.shape) == 2 and is_plain[name] and not any(table in name for table in _TABLES)
+        ]
+        weights = Counter[int]()
+        for outputs, inputs in matrices:
+            weights[inputs] += outputs * inputs
+        others = 4 * (elements - weights.total() - experts) + 2 * experts
+        head = (config.vocab_size, config.hidden_size)
+        if config.kind == "decoder" and head not in matrices:  # it is tied to the embedding, and packed beside it
+            matrices.append(head)
+        elif head in matrices:
+            weights[config.hidden_size] -= config.vocab_size * config.hidden_size
+        exact = {"fp32": 4 * elements, "bf16": 2 * elements, "fp16": 2 * elements}
+        in_forms = {
+            name: others + sum(LAYOUTS[form].nbytes(*shape) for shape in matrices)
+            for name, form in (("int8", "int8/32"), ("int4", INT4))
+        }
         return Needs(
             kind=config.kind,
             engine="transformers",
             architecture=config.architecture,
             num_parameters=elements,
             weight_bytes=sum(entry.nbytes for entry in self.tensors.values()),
-            bytes_by_precision={"fp32": 4 * elements, "bf16": 2 * elements, "fp16": 2 * elements},
+            bytes_by_precision={**exact, **in_forms},
+            device_bytes_by_precision=exact,
+            expert_weights=experts,
+            layer_weights=weights,
             kv_elements_per_token=(
                 0 if config.kind == "encoder" else 2 * config.num_layers * config.num_kv_heads * config.head_dim
             ),

@@ -184,7 +184,7 @@ class LayerPacking:
 
 def _wide_rows(plan: ServingPlan, config: object) -> WideRows:
     """Return when rows are multiplied in bf16: vectors must not depend on other texts, and texts have many rows."""
-    if not isinstance(config, ModelConfig):
+    if getattr(config, "kind", "encoder") == "encoder":
         return WideRows.ALWAYS
     return WideRows.NEVER if plan.steps.deterministic else WideRows.MANY
 

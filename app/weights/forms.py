@@ -5,6 +5,7 @@ A combination without a row is refused. The names of forms are those of `armatur
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -325,8 +326,8 @@ def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], preci
     held, narrow = 0, narrow_products(config)
     for name, shape in tensors_of(config).items():
         source = name.removesuffix(".weight")
-        if len(shape) == 1:
-            held += 4 * shape[0]
+        if len(shape) != 2:  # vectors, and filters of convolutions
+            held += 4 * math.prod(shape)
         elif is_router(source):
             held += 2 * shape[0] * shape[1]
         elif name not in tables_of(config):

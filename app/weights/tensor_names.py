@@ -15,6 +15,7 @@ from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, tensors_of
 from app.models.decoders.stored import (
     ExpertPart,
+    RepeatedRows,
     expert_parts,
     head_rows,
     is_computed,
@@ -202,11 +203,12 @@ def _rearranged(stored: str, entry: TensorEntry, ours: str, shape: Shape, config
     rows, transposed, factors = head_rows(config, ours), is_transposed(config, ours), row_factors(config, ours)
     found = entry.shape[::-1] if transposed else entry.shape
     is_flat = len(shape) == 1 and entry.num_elements == shape[0]
-    if found != shape and not is_flat:
+    wanted = (rows.heads, *shape[1:]) if isinstance(rows, RepeatedRows) else shape
+    if found != wanted and not is_flat:
         return entry
     if rows is None and not transposed and not factors and entry.shape == shape:
         return entry
-    if isinstance(entry, EncodedEntry) and (transposed or entry.shape != shape):
+    if isinstance(entry, EncodedEntry) and (transposed or entry.shape != wanted):
         raise CheckpointInvalid(
             f"{entry.file.name}: {stored} is quantized, which is not supported for {config.architecture}, whose rows are"
             " stored in another order. Use the original weights."

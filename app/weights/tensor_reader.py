@@ -80,6 +80,10 @@ class MappedFiles:
             return decode_rows(entry, range(row, end), self.tensor)
         assert isinstance(entry, BlockEntry), "there is no other class of encoded tensors"
         values = dequantize_blocks(entry.kind, self.blocks(entry, row, end)).view(end - row, *entry.shape[1:])
+        if entry.columns is not None:
+            values = _columns_in_order(values, entry.columns)
+        if entry.is_rate:
+            return (-values).log()
         return values - entry.added if entry.added else values
 
     def _rearranged(self, entry: RearrangedEntry, row: int, end: int) -> Tensor:
@@ -98,8 +102,8 @@ class MappedFiles:
 
     def blocks(self, entry: BlockEntry, row: int, end: int) -> Tensor:
         """Return the blocks of rows `[row, end)` of a tensor in a GGUF file, uint8 [blocks, bytes of a block]."""
-        stored = self.span(replace(entry, dtype="U8"), (entry.shape[0], entry.row_bytes))
-        rows = [entry.stored_row(one) for one in range(row, end)] if entry.heads else slice(row, end)
+        stored = self.span(replace(entry, dtype="U8"), (entry.nbytes // entry.row_bytes, entry.row_bytes))
+        rows = slice(row, end) if entry.rows is None else list(entry.rows[row:end])
         return stored[rows].reshape(-1, TYPES[entry.kind].nbytes)
 
     def span(self, first: TensorEntry, shape: tuple[int, ...]) -> Tensor:
@@ -227,20 +231,24 @@ class TensorReader:
         return self.four_bit_codes(entry, rows) if bits == 4 else self._eight_bit_codes(entry, rows)
 
     def _eight_bit_codes(self, entry: TensorEntry, rows: range) -> Int8Weight | None:
-        if not isinstance(entry, BlockEntry) or entry.kind not in EIGHT_BIT_CODES:
+        if not isinstance(entry, BlockEntry) or entry.kind not in EIGHT_BIT_CODES or _splits_groups(entry):
             return None
         found = EIGHT_BIT_CODES[entry.kind](self.files.blocks(entry, rows.start, rows.stop))
-        count = len(rows)
-        return Int8Weight(found.codes.view(count, -1), found.scales.to(torch.bfloat16).view(count, -1))
+        codes, scales = (
+            _columns_in_order(part.reshape(len(rows), -1), entry.columns)
+            for part in (found.codes, found.scales.to(torch.bfloat16))
+        )
+        return Int8Weight(codes, scales)
 
     def four_bit_codes(self, entry: TensorEntry, rows: range) -> Int4Weight | None:
         """Return the codes of these rows with BF16 scales; None if the file has none of four bits."""
-        if not isinstance(entry, BlockEntry) or entry.kind not in FOUR_BIT_CODES:
+        if not isinstance(entry, BlockEntry) or entry.kind not in FOUR_BIT_CODES or _splits_groups(entry):
             return None
         found = FOUR_BIT_CODES[entry.kind](self.files.blocks(entry, rows.start, rows.stop))
         codes, group = found.codes.reshape(len(rows), -1), found.codes.shape[-1]
+        codes = _columns_in_order(codes, entry.columns)
         scales, minimums = (
-            None if part is None else part.to(torch.bfloat16).reshape(len(rows), -1)
+            None if part is None else _columns_in_order(part.to(torch.bfloat16).reshape(len(rows), -1), entry.columns)
             for part in (found.scales, found.minimums)
         )
         assert scales is not None, "codes have scales"
@@ -304,16 +312,26 @@ def row_ranges(entry: TensorEntry) -> list[range]:
     return [range(row, min(row + max(step, PANEL_OUTPUTS), rows)) for row in range(0, rows, max(step, PANEL_OUTPUTS))]
 
 
+def _splits_groups(entry: BlockEntry) -> bool:
+    """Return True if the columns of a tensor are in another order within the groups of 32 that have a scale."""
+    return entry.columns is not None and entry.shape[1] // len(entry.columns) % 32 != 0
+
+
+def _columns_in_order(values: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Return values [rows, columns] with their groups of columns in another order."""
+    return values if order is None else values.view(len(values), len(order), -1)[:, list(order)].flatten(1)
+
+
 def _runs(numbers: Sequence[int]) -> list[range]:
-    """Return the numbers in ascending order, as ranges without gaps."""
-    ordered = sorted(numbers)
+    """Return the distinct numbers in ascending order, as ranges without gaps."""
+    ordered = sorted(set(numbers))
     ends = [at for at in range(1, len(ordered)) if ordered[at] != ordered[at - 1] + 1]
     return [range(ordered[start], ordered[end - 1] + 1) for start, end in pairwise([0, *ends, len(ordered)])]
 
 
 def _order(numbers: Sequence[int]) -> Tensor:
-    """Return the places of numbers among them in ascending order."""
-    return torch.tensor(numbers).argsort().argsort()
+    """Return the places of numbers among the distinct ones in ascending order."""
+    return torch.tensor(numbers).unique(return_inverse=True)[1]
 
 
 def _rows_in_order(numbers: Sequence[int], read: Callable[[range], Tensor]) -> Tensor:

@@ -1,12 +1,12 @@
-"""Writes a checkpoint of a Llama, or of a mixture of experts, as a GGUF file, which llama.cpp reads and quantizes.
+"""Writes a checkpoint of a Llama, a mixture of experts or a hybrid as a GGUF file, which llama.cpp reads and quantizes.
 
 llama.cpp's conversion script is not part of the package `gguf`, so this module maps the names of tensors and the
-metadata. Weights are copied bit for bit. Torch is not needed.
+metadata. Weights are copied bit for bit. Torch is needed for hybrids only (`gguf_hybrid.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,24 @@ from app.models.decoders.rope import RopeConfig
 from app.weights.checkpoint import Checkpoint
 from app.weights.gguf import tensors
 from app.weights.gguf.config import FAMILIES, MIXTRAL, GgufFamily
-from app.weights.safetensors import EncodedEntry, TensorEntry
+from app.weights.safetensors import EncodedEntry, RearrangedEntry, TensorEntry
 from armature_bench.engine.gguf_experts import merged_name, require_experts, stacked_names, write_expert_values
+from armature_bench.engine.gguf_hybrid import (
+    HYBRIDS,
+    architecture_name,
+    as_plain,
+    folded_scales,
+    gguf_arrays,
+    rope_divisors,
+    stored_entry,
+    write_hybrid_values,
+)
 
 # llama.cpp's name and the family of each architecture that is written.
 ARCHITECTURES: dict[str, tuple[str, GgufFamily]] = {
     family.architecture: (name, family)
     for name, family in (*FAMILIES.items(), ("llama", MIXTRAL))
-    if name == "llama" or family.has_experts
+    if name == "llama" or (family.has_experts and family.architecture not in HYBRIDS)
 }
 OTHER_NAMES = {ours: theirs for theirs, ours in tensors.OTHER_NAMES.items()}
 DTYPES: dict[str, Any] = {
@@ -52,6 +62,9 @@ def write_gguf(
     """
     gguf = import_module("gguf")
     config = checkpoint.decoder
+    if config.architecture in HYBRIDS:
+        _write_hybrid(checkpoint, file, describe_tokenizer)
+        return
     require_convertible(config)
     require_plain(checkpoint)
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config.architecture][0])
@@ -77,6 +90,58 @@ def write_gguf(
     if divisors is not None:
         writer.write_tensor_data(divisors)
     writer.close()
+
+
+def _write_hybrid(checkpoint: Checkpoint, file: Path, describe_tokenizer: Callable[[Any], None]) -> None:
+    """Write a model whose tensors are in another order in files. Matrices keep their dtype; what is computed is FP32."""
+    gguf, reader = import_module("gguf"), import_module("app.weights.tensor_reader")
+    config, files = checkpoint.decoder, reader.MappedFiles()
+    require_plain(checkpoint, {name: as_plain(entry) for name, entry in checkpoint.tensors.items()})
+    # Tensors wait in a temporary file until the header is written.
+    writer = gguf.GGUFWriter(file, architecture_name(config), use_temp_file=True)
+    rope = next((rope for rope in config.ropes if rope is not None), RopeConfig(10_000.0, config.head_dim))
+    write_shape(writer, config, rope)
+    write_expert_values(writer, config)
+    write_hybrid_values(writer, config)
+    describe_tokenizer(writer)
+    stacks: dict[str, list[NDArray[Any]]] = {}
+    scales, found = folded_scales(config), dict(checkpoint.tensors)
+    if scales:  # a tied output layer has a factor of its own
+        found.setdefault("lm_head.weight", found["model.embed_tokens.weight"])
+    for name, entry in found.items():
+        if _is_tied(config, name) and not scales:
+            continue
+        stored = stored_entry(config, entry, name)
+        wide = files.tensor(stored).float().numpy() * np.float32(scales.get(name, 1.0))
+        for theirs, values in gguf_arrays(config, name, wide):
+            parts = stacks.setdefault(theirs, [])
+            parts.append(values)
+            if config.experts is None or "_exps." not in theirs or theirs.endswith(".scale"):
+                _add(gguf, writer, theirs, values, stored, is_exact=scales.get(name, 1.0) == 1.0)
+            elif len(parts) == config.experts.routing.num_experts:
+                _add(gguf, writer, theirs, np.stack(parts), stored)
+            else:
+                continue
+            parts.clear()
+    divisors = rope_divisors(config)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(gguf: Any, writer: Any, name: str, values: NDArray[Any], entry: TensorEntry, is_exact: bool = True) -> None:
+    is_wide = (
+        not is_exact or entry.dtype != "BF16" or values.ndim == 1 or "ffn_gate_inp" in name or ".ssm_conv1d" in name
+    )
+    values = values[0] if name.endswith(".ffn_gate_inp_shexp.weight") else values
+    if is_wide or (isinstance(entry, RearrangedEntry) and entry.factors):
+        writer.add_tensor(name, values)
+        return
+    halves = (values.view(np.uint32) >> 16).astype(np.uint16)
+    writer.add_tensor(name, halves, raw_shape=values.shape, raw_dtype=gguf.GGMLQuantizationType.BF16)
 
 
 def _is_tied(config: ModelConfig, name: str) -> bool:
@@ -128,9 +193,9 @@ def require_convertible(config: ModelConfig) -> None:
         )
 
 
-def require_plain(checkpoint: Checkpoint) -> None:
+def require_plain(checkpoint: Checkpoint, entries: Mapping[str, TensorEntry] | None = None) -> None:
     """Raise `CheckpointInvalid` for weights that are quantized, or in another order: they are copied bit for bit."""
-    if any(isinstance(entry, EncodedEntry) for entry in checkpoint.tensors.values()):
+    if any(isinstance(entry, EncodedEntry) for entry in (entries or checkpoint.tensors).values()):
         raise CheckpointInvalid(
             f"{checkpoint.location} is quantized or a GGUF file already: give the original weights."
         )

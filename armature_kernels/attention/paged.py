@@ -25,6 +25,9 @@ from armature_kernels.elementwise.rope import apply_rope_to_qkv_torch
 # kernel does not support pages (pytorch/pytorch#175924: only with a separate package), so nothing else requires
 # a page size.
 PAGE_TOKENS = 64
+# The most tokens of a context that one part of a decode's attention reads. Where no context of a step is longer, the
+# number of parts follows from its sequences and heads alone.
+PART_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)

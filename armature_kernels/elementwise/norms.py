@@ -135,7 +135,8 @@ def _supports_gate(x: Tensor) -> bool:
 
 
 def _gate_elsewhere(gate_up: Tensor, activation: str, deviations: float | None) -> Tensor:
-    if triton_usable(gate_up) and gate_up.stride(1) == 1 and deviations is None:
+    has_kernel_there = activation in ACTIVATIONS and deviations is None and gate_up.stride(1) == 1
+    if has_kernel_there and triton_usable(gate_up):
         from armature_kernels.triton import elementwise
 
         return elementwise.gate(gate_up, activation)

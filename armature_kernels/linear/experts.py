@@ -1,6 +1,7 @@
 """The experts of a mixture: MLPs, with gates or without, of which each row uses some, with the products of all experts in one operation.
 
-Rows are grouped by expert, so an expert's weights are read once for all of its rows (csrc/experts.h). `run_experts_torch`
+Rows are grouped by expert, so an expert's weights are read once for all of its rows (csrc/experts.h; on a GPU
+triton/experts.py, for a block of its rows). `run_experts_torch`
 computes one expert after the other; it is the reference implementation and serves forms without the operation.
 """
 
@@ -20,6 +21,7 @@ from armature_kernels.elementwise.norms import gate
 from armature_kernels.linear.activations import ROW_DTYPES, Activations
 from armature_kernels.linear.bf16_panels import Bf16PanelLinear
 from armature_kernels.linear.bf16_product import WideRows
+from armature_kernels.linear.device import DeviceLinear
 from armature_kernels.linear.fp32_panels import Fp32PanelLinear
 from armature_kernels.linear.int_panels import IntPanelLinear
 from armature_kernels.linear.linear import LinearForm
@@ -27,6 +29,7 @@ from armature_kernels.native.arguments import ACTIVATION_CODES, ExpertsArguments
 from armature_kernels.native.library import native_library
 from armature_kernels.native.memory import empty
 from armature_kernels.native.operations import has_kernel, run_operation
+from armature_kernels.triton.support import triton_usable
 
 PanelForm = IntPanelLinear | Bf16PanelLinear | Fp32PanelLinear
 
@@ -124,6 +127,47 @@ class ExpertStack:
         run_operation(arguments)
 
 
+class DeviceExpertStack:
+    """All experts of a layer in the memory of a GPU, one after the other."""
+
+    __slots__ = ("down", "down_bias", "gate_up", "gate_up_bias", "has_gates")
+
+    def __init__(self, experts: Sequence[ExpertForms]) -> None:
+        self.has_gates = experts[0].has_gates
+        self.gate_up, self.gate_up_bias = _stacked([one.gate_up for one in experts])
+        self.down, self.down_bias = _stacked([one.down for one in experts])
+
+    @classmethod
+    def of(cls, experts: Sequence[ExpertForms]) -> DeviceExpertStack | None:
+        """Return the stack of these experts; None if their weights are quantized, or no GPU's."""
+        forms = [form for one in experts for form in (one.gate_up, one.down)]
+        if not all(isinstance(form, DeviceLinear) and triton_usable(form.weight) for form in forms):
+            return None
+        return cls(experts)
+
+    def add_to(self, hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
+        """Add each row's experts of x to hidden (`run_experts_torch`)."""
+        from armature_kernels.triton.experts import ExpertBlocks
+
+        blocks = ExpertBlocks.of(ids, len(self.gate_up))
+        gate_up = blocks.multiply(x, self.gate_up, self.gate_up_bias, is_sorted=False)
+        gated = (gate if self.has_gates else activate)(gate_up, activation)
+        assert isinstance(gated, Tensor), "it is not quantized"
+        sorted_results = blocks.multiply(gated, self.down, self.down_bias, is_sorted=True)
+        results = torch.empty_like(sorted_results).index_copy_(0, blocks.order, sorted_results)
+        hidden += (results.view(*ids.shape, -1).float() * weights[..., None]).sum(1)
+
+
+def _stacked(forms: Sequence[LinearForm]) -> tuple[Tensor, Tensor | None]:
+    """Return the weights [experts, outputs, inputs] and biases [experts, outputs]; each form has a part of them now."""
+    plain = [form for form in forms if isinstance(form, DeviceLinear)]
+    weights = torch.stack([form.weight for form in plain])
+    for form, weight in zip(plain, weights, strict=True):
+        form.weight = weight
+    biases = [form.bias for form in plain if form.bias is not None]
+    return weights, torch.stack(biases) if biases else None
+
+
 def run_experts_torch(
     experts: Sequence[ExpertForms], hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str
 ) -> None:
@@ -137,7 +181,7 @@ def run_experts_torch(
         weights: fp32 [tokens, top_k].
         activation: Of the gates, or of the inner values of experts without gates.
     """
-    results = torch.empty(*ids.shape, hidden.shape[1])
+    results = torch.empty(*ids.shape, hidden.shape[1], device=hidden.device)
     for number, expert in enumerate(experts):
         rows, places = (ids == number).nonzero(as_tuple=True)
         if len(rows):

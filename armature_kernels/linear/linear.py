@@ -20,6 +20,7 @@ from armature_kernels.linear.activations import Activations, RowGroups, quantize
 from armature_kernels.linear.bf16_panels import Bf16PanelLinear, FixedOrderFactory
 from armature_kernels.linear.device import DeviceFactory
 from armature_kernels.linear.device_int4 import DeviceInt4Factory
+from armature_kernels.linear.device_lora import DeviceLoraProduct
 from armature_kernels.linear.fp32_panels import Fp32PanelFactory, Fp32PanelLinear
 from armature_kernels.linear.int_panels import IntPanelFactory
 from armature_kernels.linear.layout import LAYOUTS
@@ -357,7 +358,7 @@ class Linear(nn.Module):
 
     form: LinearForm
     input_scales: Tensor | None = None
-    lora: LoraProduct | None = None
+    lora: LoraProduct | DeviceLoraProduct | None = None
 
     def __init__(
         self,

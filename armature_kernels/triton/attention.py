@@ -1,9 +1,9 @@
 """Decode attention on a GPU: one query per sequence over a paged KV cache (`PagedStep`).
 
 The queries that share a KV head are the rows of one product, so keys and values are read once. A context is split
-into parts, enough to occupy the device, which are merged by their log-sum-exp (flash decoding). The number of
-parts depends only on the batch bucket and the heads, so one CUDA graph serves any length. Prompts are handled by
-the prompt kernels.
+into parts, enough to occupy the device and none too long, which are merged by their log-sum-exp (flash decoding). The
+number of parts depends only on the batch bucket, the heads and the bound of the lengths, so one CUDA graph serves any
+lengths up to it. Prompts are handled by the prompt kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from armature_kernels.attention.attention import KvRows
 from armature_kernels.attention.context import AttentionSpec
-from armature_kernels.attention.paged import PAGE_TOKENS, PagedStep
+from armature_kernels.attention.paged import PAGE_TOKENS, PART_TOKENS, PagedStep
 
 # Window size that exceeds every context; the sum of a position and a window size stays within int32.
 UNBOUNDED = 2**30
@@ -38,7 +38,7 @@ def attend_decodes(query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSp
     kv_heads, sequences = kv.keys.shape[1], step.num_decodes
     check_layout(query, kv, out)
     assert kv.keys.stride(0) == kv.values.stride(0), "keys and values must have the same row stride"
-    parts = num_splits(sequences * kv_heads)
+    parts = num_splits(sequences * kv_heads, step.max_context)
     sums = query.new_empty((sequences, heads, parts, head_dim), dtype=torch.float32) if parts > 1 else out
     weights = query.new_empty((sequences, heads, parts), dtype=torch.float32) if parts > 1 else out
     dim = padded_head_dim(head_dim)
@@ -77,9 +77,12 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def num_splits(programs: int) -> int:
-    """Return the number of parts a context is split into, where `programs` run for each part."""
-    needed = -(-_TARGET_PROGRAMS // max(programs, 1))
+def num_splits(programs: int, max_context: int = 0) -> int:
+    """Return the number of parts a context of at most `max_context` tokens is split into.
+
+    `programs` run for each part. Beside many others, a long context would otherwise be read by a few programs alone.
+    """
+    needed = max(-(-_TARGET_PROGRAMS // max(programs, 1)), -(-max_context // PART_TOKENS))
     return min(_MAX_SPLITS, 1 << (needed - 1).bit_length())
 
 

@@ -113,7 +113,7 @@ def _launch(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("left_out",), do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=("skipped",), do_not_specialize_on_alignment=_UNALIGNED)
 def _attend_block(
     query, keys, values, out, tables, slots, starts, lengths, bias, skipped,
     query_stride, head_stride, key_stride, kv_head_stride, value_stride, table_stride,
@@ -170,7 +170,7 @@ def _attend_block(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=("left_out",), do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=("skipped",), do_not_specialize_on_alignment=_UNALIGNED[:3])
 def _gather(
     keys, values, key, value, tables, slots, starts, skipped,
     row_stride, kv_head_stride, table_stride,
@@ -182,7 +182,9 @@ def _gather(
     count = tl.load(starts + sequence + 1) - first
     if number * PAGE >= count:
         return
-    page = tl.load(tables + tl.load(slots + sequence).to(tl.int64) * table_stride + number).to(tl.int64)
+    # The sequence that pads a step may have more tokens than a slot has pages, which are all the padding page.
+    column = tl.minimum(number, table_stride - 1)
+    page = tl.load(tables + tl.load(slots + sequence).to(tl.int64) * table_stride + column).to(tl.int64)
     tokens, dims = tl.arange(0, PAGE), tl.arange(0, DIM)
     mask = (number * PAGE + tokens < count)[:, None] & (dims < HEAD_DIM)[None, :]
     source = (page * PAGE + tokens)[:, None] * row_stride + head * kv_head_stride + dims[None, :]

@@ -39,20 +39,25 @@ def test_each_name_gives_the_text_of_its_merged_model(tmp_path: Path) -> None:
             expected[name] = text_of(server, name)
     assert len(set(expected.values())) == len(NAMES)
     listed = tuple(f"{name}={paths[name]}" for name in ("law", "med"))
-    with live(base, lora=listed, lora_root=tmp_path / "root", max_running_seqs=8) as server:
-        client = server.client
-        added = client.post("/v1/load_lora_adapter", json={"lora_name": "poetry", "lora_path": "poetry"})
-        assert added.status_code == 200, added.text
-        with ThreadPoolExecutor(8) as threads:
-            for _ in range(3):
-                found = dict(zip(NAMES * 2, threads.map(lambda name: text_of(server, name), NAMES * 2), strict=True))
-                assert found == expected
-        assert client.post("/v1/unload_lora_adapter", json={"lora_name": "poetry"}).status_code == 200
-        assert client.post("/v1/completions", json={"model": "poetry", "prompt": "a"}).status_code == 404
-        swapped = client.post("/v1/load_lora_adapter", json={"lora_name": "poetry", "lora_path": "law"})
-        assert swapped.status_code == 200, swapped.text
-        assert text_of(server, "poetry") == expected["law"]  # keys and values of the first adapter are not used
-        assert client.get("/info").json()["adapters"] == ["law", "med", "poetry"]
-        refused = client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(base)})
-        assert refused.status_code == 400
-        assert "below the server's lora_root" in refused.json()["error"]["message"]
+    for number in (1, 2):  # the main one of several processes has the adapters that clients load
+        with live(base, lora=listed, lora_root=tmp_path / "root", max_running_seqs=8, api_processes=number) as server:
+            check_changes(server, expected, base)
+
+
+def check_changes(server: LiveServer, expected: dict[str, str], base: Path) -> None:
+    client = server.client
+    added = client.post("/v1/load_lora_adapter", json={"lora_name": "poetry", "lora_path": "poetry"})
+    assert added.status_code == 200, added.text
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(3):
+            found = dict(zip(NAMES * 2, threads.map(lambda name: text_of(server, name), NAMES * 2), strict=True))
+            assert found == expected
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "poetry"}).status_code == 200
+    assert client.post("/v1/completions", json={"model": "poetry", "prompt": "a"}).status_code == 404
+    swapped = client.post("/v1/load_lora_adapter", json={"lora_name": "poetry", "lora_path": "law"})
+    assert swapped.status_code == 200, swapped.text
+    assert text_of(server, "poetry") == expected["law"]  # keys and values of the first adapter are not used
+    assert client.get("/info").json()["adapters"] == ["law", "med", "poetry"]
+    refused = client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(base)})
+    assert refused.status_code == 400
+    assert "below the server's lora_root" in refused.json()["error"]["message"]

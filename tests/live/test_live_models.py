@@ -17,6 +17,7 @@ from app.cli.clients.connection import ServerConnection
 from app.cli.main import main
 from app.errors import SettingsInvalid
 from app.settings import DEMO_DIRECTORY
+from task_checkpoints import LABELS, TEXTS, write_task_checkpoint
 from tests.live.several_models import LiveModels, several
 from tests.live.web_browser import WITHOUT_BROWSER, Visits, send, wait_for_answers
 from tiny_checkpoints import write_checkpoint
@@ -223,6 +224,21 @@ def test_a_key_sees_loads_and_is_served_by_its_models_alone(keyed: LiveModels) -
     unnamed = keyed.client.post("/v1/completions", json={"prompt": "a"}, headers=keyed_as("of-embed"))
     assert (unnamed.status_code, unnamed.json()["error"]["code"]) == (400, "wrong_model_kind")
     assert keyed.client.get("/info").status_code == 200  # its short form
+
+
+def test_a_model_of_tasks_is_served_beside_others(folders: dict[str, Path], tmp_path: Path) -> None:
+    write_task_checkpoint(tmp_path, "BertForTokenClassification", LABELS)
+    with several({"tiny": folders["tiny"], "tags": tmp_path}) as server:
+        assert server.client.get("/info?model=tags").json()["plan"]["engine"]["value"] == "transformers"
+        body = {"inputs": [TEXTS[0], TEXTS[1]]}
+        for path in ("/models/tags/pipeline/token-classification", "/models/tags", "/pipeline/token-classification"):
+            found = server.post(path, **body)
+            assert found.status_code == 200 and len(found.json()) == 2, found.text
+            assert set(found.json()[0][0]) >= {"entity", "score", "word"}
+        assert server.post("/v1/completions", model="tiny", prompt="Once", max_tokens=2).json()["model"] == "tiny"
+        refused = server.post("/v1/completions", model="tags", prompt="Once", max_tokens=2)
+        assert refused.status_code == 400 and "token-classification" in refused.text
+        assert server.post("/models/tiny/pipeline/token-classification", **body).status_code == 400
 
 
 def test_a_model_without_keys_beside_models_with_keys_is_refused(folders: dict[str, Path]) -> None:

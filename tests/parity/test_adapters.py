@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from app.weights.lora.adapter import adapted_layers, open_adapter
 from armature_kernels.linear.lora import LoraSlots
 from armature_kernels.native.arguments import OpCode
 from armature_kernels.native.operations import has_kernel
+from device_engine import DeviceServed, request_of
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from reference_models import reference_logits
@@ -224,3 +226,30 @@ def test_an_adapter_is_replaced_between_steps(tmp_path: Path) -> None:
     assert not torch.allclose(logits(model, slots, 0), before)
     engine.add(SetAdapter(0, is_loaded=False))
     torch.testing.assert_close(logits(model, slots, 0), logits(model, slots, None), atol=0, rtol=0)
+
+
+def test_a_device_serves_adapters_beside_each_other_as_merged_weights(tmp_path: Path) -> None:
+    """In steps that are captured once, also for an adapter that comes later."""
+    base = write_checkpoint(tmp_path / "base", seed=7)
+    adapters = [write_adapter(tmp_path / name, base, rank, seed) for name, rank, seed in (("a", 4, 1), ("b", 7, 2))]
+    params = {"temperature": 0.0, "max_tokens": 12}
+    requests = [request_of(str(slot), PROMPT[slot + 1 :], **params) for slot in range(3)]
+    merged = [merge_adapter(base, one, tmp_path / f"merged-{at}") for at, one in enumerate(adapters)]
+    expected = {}
+    for request, directory in zip(requests, (*merged, base), strict=True):
+        expected |= DeviceServed(load(directory, max_model_len=MAX_LEN, device="cuda")).add(request).finish().said
+    model = cast(Decoder, load(base, max_model_len=MAX_LEN, device="cuda"))
+    config, device = open_checkpoint(base).decoder, torch.device("cpu")
+    slots = AdapterSlots(model, adapted_layers(config), LoraSlots(2, 8, torch.float32), device)
+    slots.set_weights(0, slots.read(open_adapter(adapters[0], config)))
+    served = DeviceServed(model)
+    served.engine.adapters = slots
+    served.runner.use_adapters(slots)
+    served.add(requests[2]).finish()
+    slots.read_for(1, open_adapter(adapters[1], config))
+    served.engine.add(SetAdapter(1, is_loaded=True))
+    with_adapters = [structs.replace(one, adapter=LoadedAdapter(at, at)) for at, one in enumerate(requests[:2])]
+    served.said.clear()
+    again = structs.replace(requests[2], cache_salt="again")
+    assert served.add(*with_adapters, again).finish().said == expected
+    assert served.runner.graphs.num_replayed >= 0.9 * len(served.stats) and len(set(map(tuple, expected.values()))) == 3

@@ -5,6 +5,7 @@ below the gaps here.
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.batch import Sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
-from app.messages import Abort, Generate, SequenceFinished, TokensReady
+from app.engine.scheduler.speculation import NoDrafter, Speculation, ngram_drafter
+from app.messages import Abort, Generate, GrammarSource, SamplingParams, SequenceFinished, TokensReady
 from device_engine import EOS, MAX_LEN, SLOTS, DelayedSimulatedDevice, DeviceServed, Said, prompt_of, request_of
+from engine_simulation import FreeRows
 from loaded_models import load
-from tiny_checkpoints import ARCHITECTURES, OTHERS, write_checkpoint
+from served_families import SERVED, write_family
+from tiny_checkpoints import ARCHITECTURES, OTHERS, write_checkpoint, write_tokenizer
 
 SHARED = prompt_of(70, 0)
 REQUESTS = [
@@ -46,15 +51,19 @@ SOME = [  # for architectures that differ in what they attend to and how
 ON_DEVICE = [one for one in REQUESTS if one.request_id in ("greedy", "seeded")]
 
 
-def said_by_a_processor(model: Any, request: Generate) -> Said:
-    """In an engine of its own, its prompt computed whole."""
+def processor_engine(model: Any) -> DecoderEngine:
+    """An engine that computes prompts whole."""
     config = model.config
     cache = KvCache(
         KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.float32
     )
     runner = CpuDecoderRunner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
     limits = EngineLimits(MAX_LEN, SLOTS // 2, MAX_LEN)
-    engine = DecoderEngine(Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(MAX_LEN), limits, {EOS}), runner)
+    return DecoderEngine(Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(MAX_LEN), limits, {EOS}), runner)
+
+
+def said_by_a_processor(model: Any, request: Generate) -> Said:
+    engine = processor_engine(model)
     engine.add(request)
     said: Said = {}
     while engine.has_work:
@@ -69,11 +78,11 @@ class Pair:
 
     def __init__(self, directory: Path, architecture: str, requests: list[Generate]) -> None:
         write_checkpoint(directory, architecture, seed=11)
-        plain: Any = load(directory, max_model_len=MAX_LEN)
+        self.plain: Any = load(directory, max_model_len=MAX_LEN)
         self.model: Any = load(directory, max_model_len=MAX_LEN, device="cuda")
         self.runs_alone: Said = {}
         for request in requests:
-            self.runs_alone |= said_by_a_processor(plain, request)
+            self.runs_alone |= said_by_a_processor(self.plain, request)
 
 
 @pytest.fixture(scope="module", params=(*ARCHITECTURES[1:], *OTHERS))
@@ -98,6 +107,20 @@ def test_together_they_say_what_a_processor_says_of_each_alone(pair: Pair) -> No
     assert served.runner.graphs.num_replayed > 10 and served.num_ahead > 10
 
 
+@pytest.mark.cases(test=1, ci=3)
+@pytest.mark.parametrize(
+    "name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM", "DeepseekV2ForCausalLM"]
+)
+def test_experts_say_what_they_say_on_a_processor(name: str, tmp_path: Path) -> None:
+    write_family(tmp_path, name, SERVED[name])
+    write_tokenizer(tmp_path)
+    plain, model = (load(tmp_path, max_model_len=MAX_LEN, **place) for place in ({}, {"device": "cuda"}))
+    expected: Said = {}
+    for request in SOME[:2]:
+        expected |= said_by_a_processor(plain, request)
+    assert DeviceServed(model).add(*SOME[:2]).finish().said == expected
+
+
 def test_requests_of_all_kinds_together(llama: Pair) -> None:
     served = DeviceServed(llama.model).add(*REQUESTS).finish()
     assert served.said == llama.runs_alone
@@ -105,6 +128,128 @@ def test_requests_of_all_kinds_together(llama: Pair) -> None:
         "prefill rode beside decodes"
     )
     assert served.runner.graphs.num_replayed > 20 and served.num_ahead > 20
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "repetition": {"repetition_penalty": 1.05},
+    "frequency": {"frequency_penalty": 0.4, "presence_penalty": 0.2},
+    "bias": {"logit_bias": ((7, 4.0), (9, -100.0))},
+    "logprobs": {"logprobs": 3},
+    "named logprobs": {"logprobs": 0, "logprob_token_ids": (5, 300)},
+    "min_tokens": {"min_tokens": 30, "ignore_eos": False, "stop_token_ids": tuple(range(40, 200))},
+    "allowed": {"allowed_token_ids": tuple(range(20, 90))},
+    "drawn": {"temperature": 0.8, "seed": 5, "top_p": 0.9, "frequency_penalty": 0.3, "logprobs": 2},
+    "beams": {"beam_width": 2},
+    "regex": {},
+    "bad words": {},
+}
+HOST_MODES = ("beams", "regex", "bad words")  # the host knows each token before it samples the next
+
+
+def request_in(mode: str, name: str, prompt: list[int]) -> Generate:
+    source = GrammarSource("regex", "odd and even", "regex") if mode == "regex" else None
+    bad_word_ids = ((50,), (60, 61)) if mode == "bad words" else ()
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, **MODES[mode]})
+    return Generate(name, tuple(prompt), params, 0.0, bad_word_ids=bad_word_ids, grammar=source)
+
+
+class OddAndEven:
+    """A grammar whose tokens are odd and even in turns."""
+
+    finished, error, field = False, "", "regex"
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def start(self) -> OddAndEven:
+        return OddAndEven()
+
+    def find(self, source: GrammarSource) -> OddAndEven:
+        return self
+
+    def fill_masks(self, address: int, row_bytes: int, draft_ids: Any) -> None:
+        pattern = 0x55 if self.count % 2 else 0xAA
+        ctypes.memset(address, pattern, row_bytes)
+
+    def advance(self, token_id: int) -> None:
+        assert token_id % 2 == (self.count + 1) % 2
+        self.count += 1
+
+    def count_valid(self, token_ids: Any) -> int:
+        return 0
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        return ()
+
+
+@pytest.mark.cases(test=4)
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_are_recorded_however_tokens_are_sampled(llama: Pair, mode: str) -> None:
+    """Beside a greedy neighbour, whose steps stay recorded and are launched ahead if the host need not know tokens."""
+    request, neighbour = request_in(mode, "one", prompt_of(9, 3)), request_in("greedy", "other", prompt_of(12, 4))
+    served, first, second = (
+        DeviceServed(llama.model, engine=engine)
+        for engine in (None, processor_engine(llama.plain), processor_engine(llama.plain))
+    )
+    for asked, requests in ((served, (request, neighbour)), (first, (request,)), (second, (neighbour,))):
+        asked.engine.grammars = OddAndEven()
+        asked.add(*requests).finish()
+    assert served.said == first.said | second.said
+    assert served.logprobs.keys() == first.logprobs.keys()
+    for key, rows in first.logprobs.items():
+        for one, other in zip(served.logprobs[key], rows, strict=True):
+            assert (one.token_id, [name for name, _ in one.top]) == (other.token_id, [name for name, _ in other.top])
+            numbers = [one.logprob, *(value for _, value in one.top)]
+            assert numbers == pytest.approx([other.logprob, *(value for _, value in other.top)], abs=1e-4)
+    steps = len(served.stats)
+    assert steps <= 44 and served.runner.graphs.num_replayed >= 0.95 * steps
+    assert served.num_ahead >= (0 if mode in HOST_MODES else 36)
+
+
+REPEATED = [*prompt_of(11, 1), *prompt_of(11, 1), *prompt_of(6, 1)]
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "oracle"])
+def test_draft_tokens_change_no_token(llama: Pair, drafter: str) -> None:
+    """Found by prompt lookup, or half of them right; steps without any are still launched ahead."""
+    requests = [
+        request_of("repeats", REPEATED, temperature=0.0, max_tokens=40),
+        request_of("drawn", REPEATED, seed=3, max_tokens=30, logprobs=2),
+        request_of("penalised", REPEATED, temperature=0.0, repetition_penalty=1.2, max_tokens=30),
+        request_of("short", prompt_of(9, 5), temperature=0.0, max_tokens=40, min_tokens=20),
+    ]
+    expected = DeviceServed(llama.model).add(*requests).finish()
+
+    def oracle(sequence: Sequence) -> Oracle:
+        return Oracle(expected.said[sequence.request_id, sequence.choice], sequence.num_prompt_tokens)
+
+    speculation = Speculation(ngram_drafter if drafter == "lookup" else oracle, FreeRows())
+    served = DeviceServed(llama.model, speculation=speculation).add(*requests).finish()
+    assert served.said == expected.said
+    assert [one.token_id for one in served.logprobs["drawn", 0]] == expected.said["drawn", 0]
+    drafted = sum(step.draft_tokens for step in served.stats)
+    assert drafted > 10 and (drafter == "lookup" or sum(step.accepted_tokens for step in served.stats) > 10)
+    assert served.runner.graphs.num_replayed >= 0.95 * len(served.stats)
+
+
+def test_steps_without_draft_tokens_are_launched_ahead(llama: Pair) -> None:
+    request = request_of("greedy", prompt_of(30, 1), temperature=0.0, max_tokens=50)
+    served = DeviceServed(llama.model, speculation=Speculation(lambda sequence: NoDrafter(), FreeRows()))
+    assert served.add(request).finish().said == of(llama.runs_alone, [request])
+    assert served.num_ahead > 30
+
+
+class Oracle:
+    """Drafts what the sequence will say, and every third time something else."""
+
+    def __init__(self, said: list[int], num_prompt: int) -> None:
+        self.said, self.num_prompt = said, num_prompt
+
+    def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
+        at = len(token_ids) - self.num_prompt
+        ids = self.said[at : at + most]
+        return tuple(ids if at % 3 else [(one + 1) % 300 for one in ids])
 
 
 def test_steps_that_nobody_captures_say_the_same(llama: Pair) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from app.text.tokenizer import Tokenizer
 from gguf_files import GROUPED, write_gguf, write_mixture
+from gguf_hybrids import HYBRIDS, write_hybrid
 from loaded_models import load
 from mxfp4_files import write_mxfp4, write_mxfp4_gguf
 from reference_attention import PlainAttend, context_of
@@ -63,6 +64,15 @@ def test_logits_of_a_mixture_are_the_same(tmp_path: Path, architecture: str) -> 
     file, prompt = write_mixture(tmp_path, architecture, vocab_size=270, **sizes), list(range(5, 29))
     ours = load(file, "float32")(context_of(prompt, PlainAttend())).float()
     torch.testing.assert_close(ours, llama_logits(file, prompt), atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@torch.inference_mode()
+def test_logits_of_a_hybrid_are_the_same(tmp_path: Path, name: str) -> None:
+    file, prompt = write_hybrid(tmp_path, name), list(range(5, 29))
+    ours = load(file, "float32")(context_of(prompt, PlainAttend())).float()
+    difference = (llama_logits(file, prompt) - ours).abs().max() / ours.abs().max()
+    assert difference < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["F32", "MXFP4"])

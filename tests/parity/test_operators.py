@@ -10,8 +10,15 @@ import torch
 
 from app.backends.base import DeviceBackend
 from app.backends.mps import attention_function
-from app.engine.decoder.device_inputs import SamplingMode, StepSizes, block_size, block_views
-from app.engine.decoder.device_runner import DeviceForward, StepBounds
+from app.engine.decoder.device_inputs import (
+    SamplingMode,
+    StepSizes,
+    block_size,
+    block_views,
+    sampling_size,
+    sampling_views,
+)
+from app.engine.decoder.device_runner import DeviceForward, StepBounds, first_rows
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.encoder.device_runner import DeviceEncoderRunner, TextBatchShape
@@ -82,11 +89,12 @@ def decode(model: Any, config: Any, backend: DeviceBackend) -> None:
         (StepSizes.of_bucket(4), StepBounds(4, 1, MAX_LEN)),
         (StepSizes(40, 3, 2), StepBounds(1, 37, 90)),
     ):
-        views = block_views(buffer[4:], sizes, backend.can_sample)
+        views = block_views(buffer[4:], sizes)
         logits = forward.logits(views, sizes, bounds)
-        forward.sample(logits, views, SamplingMode.GREEDY)
+        forward.sample(logits, None, SamplingMode.GREEDY)
         if backend.can_sample:
-            forward.sample(logits, views, SamplingMode.FILTERED)
+            parameters = sampling_views(torch.zeros(sampling_size(4), dtype=torch.int64, device=CUDA), 4)
+            forward.sample(logits, first_rows(parameters, sizes.samples), SamplingMode.FILTERED)
 
 
 @pytest.mark.cases(test=3)

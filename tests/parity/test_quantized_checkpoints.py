@@ -73,6 +73,7 @@ def test_latent_attention_reads_rows_in_the_order_of_the_file(tmp_path: Path, na
         ("Qwen3_5ForCausalLM", "gptq"),
         ("Qwen3_5ForCausalLM", "awq"),
         ("Qwen3_5ForCausalLM", "mlx"),
+        ("Qwen3_5ForCausalLM", "mxfp4"),
         ("Qwen3NextForCausalLM", "w8a16"),
     ],
 )

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from app.engine.transformers import generation
+from app.engine.transformers import generation, loading, sequences, trials
 from app.errors import CheckpointInvalid, RequestError
 from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from transformers_checkpoints import (
@@ -37,6 +38,8 @@ CLASSES = {
     "MarianMTModel": ("padded", False),  # sinusoids
     "M2M100ForConditionalGeneration": ("padded", False),  # that begin after the padding token
     "T5GemmaForConditionalGeneration": ("equal", False),  # windows
+    "T5Gemma2ForConditionalGeneration": ("equal", False),  # the same, and attention to both in one product
+    "ProphetNetForConditionalGeneration": ("equal", False),  # several predictions at a time
     "SwitchTransformersForConditionalGeneration": ("padded", False),  # experts
 }
 FEW = ("MistralForCausalLM", "MambaForCausalLM", "BartForConditionalGeneration")
@@ -202,3 +205,74 @@ def test_weights_that_are_missing_are_never_random(written: Any, tmp_path: Path)
         CheckpointInvalid, match=r"missing in the checkpoint: backbone\.layers\.1\.mixer\.in_proj\.weight"
     ):
         build_engine(tmp_path)
+
+
+def test_keys_and_values_grow_beyond_their_room(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequences, "_ROOM_TOKENS", 4)
+    directory, model = written("CodeGenForCausalLM")
+    engine = build_engine(directory)
+    assert greedy_ids(engine, PROMPTS, 24) == [generated_ids(model, prompt, 24) for prompt in PROMPTS]
+    rows, _ = trials.trial_rows(engine.runner.steps, 2, 5)
+    with torch.inference_mode():
+        for _ in range(7):
+            engine.runner.steps.advance(rows, [[5], [6]])
+    layer = rows.cache.layers[0]
+    assert layer.keys.shape[-2] == 7 and layer.keys.untyped_storage().nbytes() > layer.keys.nbytes
+
+
+# The largest error of logits, as a part of their size, that each format of weights may cause; these models are tiny.
+FORMATS = {
+    "bf16": 0.03,
+    "int8": 0.08,
+    "int4": 0.5,
+    "torchao:Int8DynamicActivationInt8WeightConfig": 0.15,
+    "torchao:IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(16))": 0.6,
+}
+
+
+@pytest.mark.cases(test=2, ci=5)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("architecture", ["CodeGenForCausalLM", "BartForConditionalGeneration"])
+def test_weights_in_other_formats_give_about_the_same_logits(name: str, architecture: str, written: Any) -> None:
+    directory, _ = written(architecture)
+    exact = build_engine(directory).runner.steps
+    chosen = {"quantization": name, "precision": "auto"} if ":" in name else {"precision": name}
+    engine = build_engine(directory, **chosen)
+    packed = [module for module in engine.runner.steps.model.modules() if isinstance(module, loading.PackedLinear)]
+    assert packed and not any(type(module) is torch.nn.Linear for module in engine.runner.steps.model.modules())
+    with torch.inference_mode():
+        both = (exact, engine.runner.steps)
+        wanted, found = (steps.advance(*trials.trial_rows(steps, 2, 12)).float() for steps in both)
+    assert float((found - wanted).norm() / wanted.norm()) < FORMATS[name]
+    assert all(map(len, greedy_ids(engine, PROMPTS)))
+
+
+def test_what_was_tried_of_a_model_is_kept_for_the_next_start(
+    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, model = written("MambaForCausalLM")
+    first = build_engine(directory, cache_dir=tmp_path)
+    (file,) = (tmp_path / "trials").iterdir()
+    monkeypatch.setattr(trials, "_check_batches", lambda steps: pytest.fail("it is known"))
+    second = build_engine(directory, cache_dir=tmp_path)
+    assert second.runner.batches == first.runner.batches == "padded"
+    assert second.scheduler.pool.capacity_tokens == first.scheduler.pool.capacity_tokens
+    monkeypatch.undo()
+    file.write_text("{}")
+    assert differing_prompts(build_engine(directory, cache_dir=tmp_path), model) == []
+
+
+def test_a_class_that_reads_weights_itself_is_served_with_its_own(
+    written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = written("CodeGenForCausalLM")
+
+    def reads_weight(self: Any, hidden: Any) -> Any:
+        return torch.nn.functional.linear(hidden, self.fc_out.weight, self.fc_out.bias)
+
+    kind = type(build_engine(directory).runner.steps.model.transformer.h[0].mlp)
+    monkeypatch.setattr(kind, "forward", lambda self, hidden: reads_weight(self, self.act(self.fc_in(hidden))))
+    exact = build_engine(directory, precision="bf16")
+    assert not any(isinstance(one, loading.PackedLinear) for one in exact.runner.steps.model.modules())
+    with pytest.raises(CheckpointInvalid, match="cannot generate with it in int8"):
+        build_engine(directory, precision="int8")

@@ -22,6 +22,7 @@ from typing import Any
 SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]
 # The most shared memory of one block, by compute capability (CUDA C++ programming guide, technical specifications per compute capability).
+CAPABILITIES = (80, 86, 89, 90, 100)
 MOST_SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 

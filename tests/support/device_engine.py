@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.backends.base import DeviceBackend
-from app.engine.decoder.device_runner import DeviceDecoderRunner, DeviceInFlightStep
+from app.engine.decoder.device_runner import DeviceDecoderRunner, DeviceForward, DeviceInFlightStep
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
@@ -23,7 +24,8 @@ from app.engine.scheduler.batch import Batch, InFlightStep, ScheduledSpan
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
-from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from app.engine.scheduler.speculation import Speculation
+from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokenLogprob, TokensReady
 from app.metrics.steps import StepStats
 from simulated_device import SimulatedDeviceBackend
 
@@ -54,16 +56,20 @@ class DeviceServed:
         pages: int = SLOTS * 3,
         max_batch_tokens: int = 24,
         eager: str = "",
+        engine: DecoderEngine | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
+        """Build the engine; `engine`: another one takes its place, of a processor."""
         config, backend = model.config, backend or SimulatedDeviceBackend(torch.float32)
         shape = KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim)
         self.cache = PagedKvCache(shape, backend.dtype, pages, backend.device)
         limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)
-        self.runner = WatchedRunner(model, self.cache, backend, limits, eager)
+        self.runner = WatchedRunner(model, self.cache, backend, limits, eager, 0 if speculation is None else 64)
         self.pool = KvSlots(SLOTS, self.cache.capacity_tokens, self.cache.tokens_per_page)
-        self.scheduler = Scheduler(self.pool, PrefillBudget(max_batch_tokens), limits, {EOS})
-        self.engine = DecoderEngine(self.scheduler, self.runner)
+        self.scheduler = Scheduler(self.pool, PrefillBudget(max_batch_tokens), limits, {EOS}, speculation=speculation)
+        self.engine = engine or DecoderEngine(self.scheduler, self.runner)
         self.said: Said = {}
+        self.logprobs: dict[tuple[str, int], list[TokenLogprob]] = {}
         self.stats: list[StepStats] = []
 
     def add(self, *requests: Generate) -> DeviceServed:
@@ -87,6 +93,8 @@ class DeviceServed:
             said = self.said.setdefault((event.request_id, getattr(event, "choice", 0)), [])
             if isinstance(event, TokensReady | SequenceFinished):
                 said.extend(event.token_ids)
+                if event.logprobs:
+                    self.logprobs.setdefault((event.request_id, event.choice), []).extend(event.logprobs)
 
     @property
     def num_ahead(self) -> int:
@@ -144,7 +152,8 @@ class Queue:
         self.is_moving = True
         while self.done < number:
             self.done += 1
-            self.pending.popleft()()
+            with torch.inference_mode():  # as when it was asked for
+                self.pending.popleft()()
         self.is_moving = False
 
 
@@ -169,7 +178,13 @@ class DelayedSimulatedDevice(SimulatedDeviceBackend):
 
     @contextmanager
     def watching(self) -> Iterator[DelayedSimulatedDevice]:
-        with _Delay(self.queue):
+        sample = DeviceForward.sample
+
+        def later(forward: DeviceForward, *given: Any) -> None:
+            self.queue.ask(lambda: sample(forward, *given))
+
+        with _Delay(self.queue), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviceForward, "sample", later)
             yield self
 
 

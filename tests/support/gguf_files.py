@@ -82,7 +82,7 @@ def requantize(file: Path, kind: str) -> Path:
             inner = field.types[1] if len(field.types) > 1 else None
             writer.add_key_value(name, field.contents(), field.types[0], inner)
     for tensor in reader.tensors:
-        stays = tensor.data.ndim == 1 or "ffn_gate_inp" in tensor.name
+        stays = tensor.data.ndim == 1 or "ffn_gate_inp" in tensor.name or "ssm_conv1d" in tensor.name
         chosen = gguf.GGMLQuantizationType["F32" if stays else kind]
         writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), chosen), raw_dtype=chosen)
     writer.write_header_to_file()

@@ -116,6 +116,15 @@ def pack_quantized(shape: tuple[int, int], bits: int = 4, *, symmetric: bool = T
     return tensors, values
 
 
+def mxfp4_packed(shape: tuple[int, int]) -> Packed:
+    codes, exponents = drawn(shape, 16), drawn((shape[0], shape[1] // 32), 123, low=119)
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scales = torch.exp2(torch.from_numpy(exponents).float() - 127).repeat_interleave(32, 1)
+    values = torch.cat((sizes, -sizes))[torch.from_numpy(codes)] * scales
+    pairs = torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
+    return {"weight_packed": pairs, "weight_scale": torch.from_numpy(exponents).to(torch.uint8)}, values
+
+
 def int_quantized(shape: tuple[int, int]) -> Packed:
     codes, scales = torch.from_numpy(drawn(shape, 128, low=-128)).to(torch.int8), drawn_scales((shape[0], 1), 8)
     return {"weight": codes, "weight_scale": scales.bfloat16()}, codes.float() * scales
@@ -209,6 +218,11 @@ FORMATS: dict[str, Format] = {
     "w8a16": Format(pack_quantized, compressed("pack-quantized", 8, **_BY_GROUP), "int8", {"bits": 8}),
     "w8a8": Format(int_quantized, compressed("int-quantized", 8, strategy="channel"), "int8"),
     "float-quantized": Format(float_quantized, compressed("float-quantized", 8, type="float", strategy="channel")),
+    "mxfp4": Format(
+        mxfp4_packed,
+        compressed("mxfp4-pack-quantized", 4, type="float", strategy="group", group_size=32, scale_dtype="torch.uint8"),
+        "int8",
+    ),
     "fp8 in blocks": Format(
         float_quantized, {"quant_method": "fp8", "weight_block_size": [48, 48]}, options={"block": (48, 48)}
     ),

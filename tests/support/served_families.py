@@ -307,6 +307,15 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "CwmForCausalLM": {**TINY, **_WINDOW},
     "Lfm2MoeForCausalLM": {**_NO_HEAD_DIM, **_EXPERTS, **_CONVOLUTIONS, "num_dense_layers": 1},
     "Lfm2ForCausalLM": {**_NO_HEAD_DIM, **_CONVOLUTIONS, "block_multiple_of": 8},
+    "Lfm3ForCausalLM": {
+        **TINY,
+        **_WINDOW,
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        },
+    },
     "PhiForCausalLM": _NO_HEAD_DIM,
     "FalconForCausalLM": {**_FALCON, "bias": True},
     "GPT2LMHeadModel": _GPT,

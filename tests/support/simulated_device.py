@@ -67,6 +67,10 @@ class SimulatedDeviceBackend:
         """Compute attention of each token within its own text, with PyTorch."""
         return attend_texts_padded_torch(heads, texts, spec)
 
+    def captures_prompts(self, needs_torch: bool) -> bool:
+        """Return true: tests are small."""
+        return True
+
     def capture(self, work: Callable[[], None]) -> RepeatedWork:
         """Return an object that calls `work` again."""
         return RepeatedWork(work)

@@ -77,12 +77,14 @@ def task_engine(directory: Path, **settings: Any) -> Any:
     return build(BuildRequest(prepared.checkpoint, prepared.plan))
 
 
-def ask(engine: Any, task: str, inputs: list[Any], files: tuple[bytes, ...] = (), **parameters: Any) -> list[Any]:
+def ask(
+    engine: Any, name: str, inputs: list[Any], files: tuple[bytes, ...] = (), *, parameters: Any = None, **more: Any
+) -> list[Any]:
     """The results of inputs that are in the engine together, each in a request of its own."""
-    written, found = json.dumps(parameters).encode(), {}
+    written, found = json.dumps({**(parameters or {}), **more}).encode(), {}
     for place, given in enumerate(inputs):
         own = (files[given],) if files else ()
-        message = RunTask(str(place), task, json.dumps([0 if files else given]).encode(), written, 0.0, own)
+        message = RunTask(str(place), name, json.dumps([0 if files else given]).encode(), written, 0.0, own)
         found |= {str(place): event.error for event in engine.add(message)}
     while engine.has_work:
         for event in engine.step():
@@ -119,10 +121,13 @@ def write_picture_checkpoint(directory: Path, name: str) -> tuple[Any, Any]:
 
 
 def write_speech_checkpoint(directory: Path, name: str) -> Any:
-    """Write a tiny Whisper, or a tiny model with CTC, with what reads its sounds."""
+    """Write a tiny Whisper, or a tiny model with CTC, with what reads its sounds.
+
+    `ctc` normalizes each sound over its length, `ctc with layers` each place of it.
+    """
     import transformers
 
-    if name == "ctc":
+    if name.startswith("ctc"):
         vocab = {
             "<pad>": 0,
             "<s>": 1,
@@ -134,8 +139,10 @@ def write_speech_checkpoint(directory: Path, name: str) -> Any:
         (directory / "vocab.json").write_text(json.dumps(vocab))
         transformers.Wav2Vec2CTCTokenizer(str(directory / "vocab.json")).save_pretrained(directory)
         transformers.Wav2Vec2FeatureExtractor().save_pretrained(directory)
+        norm = "layer" if name == "ctc with layers" else "group"
         config = transformers.Wav2Vec2Config(
             **{**SIZES, "vocab_size": len(vocab)}, conv_dim=[16] * 3, conv_kernel=[10, 8, 4], conv_stride=[10, 8, 4],
+            feat_extract_norm=norm,
             num_feat_extract_layers=3, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2,
         )  # fmt: skip
         return save(directory, transformers.Wav2Vec2ForCTC(config))

@@ -57,6 +57,7 @@ TINY: dict[str, Any] = {
 }
 # What the table above does not make small, or not valid, by class.
 _LAYERS = ["linear_attention", "full_attention"] * 2
+_LAYERS_OF_ZAMBA = ["linear_attention", "hybrid"]
 SPECIAL: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
     "BailingHybridForCausalLM": {"layer_group_size": 2},
@@ -77,6 +78,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "axial_pos_embds_dim": [16, 16],
         "attn_layers": ["local"] * 4,
     },
+    "ProphetNetForCausalLM": {"pad_token_id": 0},
+    "ProphetNetForConditionalGeneration": {"pad_token_id": 0},
+    "ZambaForCausalLM": {"num_hidden_layers": 6, "layers_block_type": [*_LAYERS_OF_ZAMBA, "linear_attention"] * 2},
+    "Zamba2ForCausalLM": {"num_hidden_layers": 6, "layers_block_type": [*_LAYERS_OF_ZAMBA, "linear_attention"] * 2},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "XmodForCausalLM": {"languages": ["en_XX"], "default_language": "en_XX"},
     "FalconH1ForCausalLM": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
 }
@@ -161,8 +167,8 @@ def build_engine(directory: Path, **settings: Any) -> Any:
     from app.server.prepare import prepare
     from app.settings import Settings
 
-    values = {"engine": "transformers", "precision": "fp32", "threads": 1, **settings}
-    prepared = prepare(Settings(model=directory, cache_dir=directory / "cache", **values))
+    usual = {"engine": "transformers", "precision": "fp32", "threads": 1, "cache_dir": directory / "cache"}
+    prepared = prepare(Settings(model=directory, **{**usual, **settings}))
     return build(BuildRequest(prepared.checkpoint, prepared.plan))
 
 

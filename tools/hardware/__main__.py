@@ -1,9 +1,10 @@
 """Build, test and measure on this machine's device in less than eight minutes: `python -m tools.hardware [--write]`.
 
 It is the check of a GPU that continuous integration does not have. It runs commands that a person could run: the tests
-of kernels and of parity on the device, `armature bench engine` with checkpoints of real shapes and synthetic weights,
-and the device's idle time. `--write` puts the table into docs/hardware.md. `--dry-run` runs everything with tiny shapes
-on any machine. That shows that the script works; its figures mean nothing.
+of kernels and of parity on the device, `armature bench engine` and `bench http` with checkpoints of real shapes and
+synthetic weights, and steps of every kind (`steps.py`). `--write` puts the table into docs/hardware.md, again after each
+part, so that what was found stays whenever the run ends. `--dry-run` runs everything with tiny shapes on any machine.
+That shows that the script works; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ SMALL_LLAMA = PublishedModel("small-llama", "a small Llama", {**LLAMA_1B.config,
 SMALL_BERT = PublishedModel("small-bert", "a small BERT", {**BERT_LARGE.config, **_SMALL})
 DOCUMENT = ROOT / "docs" / "hardware.md"
 MINUTES = 8.0
+HTTP_LOAD = "--concurrency 1,64,256 --num-requests 512 --max-tokens 128"
 # Kernels against their reference implementations, checks that need hardware, and whole models of every architecture
 # against FP32 on the CPU.
 _PARITY = "tests/device/test_parity.py"
@@ -56,7 +59,8 @@ _TESTS = {
     "parity": (_PARITY,),
 }
 _DRY = {"kernels": ("-k", "rms_norm"), "parity": ()}  # on a CPU Triton's interpreter takes minutes for all tests
-_TESTS_SHARE = 0.55  # share of the time for tests; the rest is for measurements
+_TESTS_SHARE = 0.4  # share of the time for tests; the rest is for measurements
+_TEST_PROCESSES = 8
 _LEAST_SECONDS = 20.0  # a part that has less time left is not started
 
 
@@ -69,6 +73,15 @@ class Run:
     console: Console
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
+    save: Callable[[], None] = lambda: None
+
+    def measure(self, part: str, command: Sequence[str]) -> None:
+        """Run a command that writes its result to the file after `--json`, and save what was found so far."""
+        file = self.folder / f"{part}.json"
+        with self.console.status(f"{part} …"):
+            if self.command(part, [*command, "--json", str(file)]) is not None:
+                self.results[part] = json.loads(file.read_text(encoding="utf-8"))
+        self.save()
 
     def command(self, part: str, arguments: Sequence[str], share: float = 1.0) -> str | None:
         """Run a command and return its output.
@@ -114,20 +127,25 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="armature-hardware-") as temporary:
         run = Run(asked.keep or Path(temporary), time.monotonic() + 60 * asked.minutes, Console(stderr=True))
+        if asked.write:
+            run.save = lambda: write(run, asked.dry_run)
         try:
             checked_and_measured(run, asked.dry_run)
         except KeyboardInterrupt:
             print("hardware: stopped; the results so far:", file=sys.stderr)
     rows = rows_of(run.results, run.why)
-    table = markdown(about(run, asked.dry_run), rows)
-    print(table)
-    if asked.write:
-        DOCUMENT.write_text(placed(DOCUMENT.read_text(encoding="utf-8"), table), encoding="utf-8")
+    print(markdown(about(run, asked.dry_run), rows))
+    run.save()
     missed = [row for row in rows if row.holds is False]
     failed = (
-        run.why.keys() - {"idle"} if asked.dry_run else run.why
-    )  # without a device there is no idle time, and no figure counts
+        run.why.keys() - {"steps"} if asked.dry_run else run.why
+    )  # without a device there are no such steps, and no figure counts
     return 1 if failed or (missed and not asked.dry_run) else 0
+
+
+def write(run: Run, dry: bool) -> None:
+    table = markdown(about(run, dry), rows_of(run.results, run.why))
+    DOCUMENT.write_text(placed(DOCUMENT.read_text(encoding="utf-8"), table), encoding="utf-8")
 
 
 def checked_and_measured(run: Run, dry: bool) -> None:
@@ -149,7 +167,8 @@ def checked_and_measured(run: Run, dry: bool) -> None:
 
 def test(run: Run, part: str, dry: bool) -> None:
     """Run the tests of kernels against their references, or of the engine on the device against the CPU."""
-    pytest = [sys.executable, *"-m pytest -q -p no:cacheprovider".split()]
+    parallel = ["-n", str(_TEST_PROCESSES)] if find_spec("xdist") and not dry else []
+    pytest = [sys.executable, *"-m pytest -q -p no:cacheprovider".split(), *parallel]
     command = [*pytest, *_TESTS[part], *(_DRY[part] if dry else ())]
     told = run.command(part, command, share=_TESTS_SHARE)
     if told is not None:
@@ -166,24 +185,29 @@ def benches(run: Run, dry: bool) -> None:
         (large, "int4", "llama-8b int4"),
         (bert, "bf16", "bert-large bf16"),
     ):
-        result = run.folder / f"{part}.json"
         model = ["--model", str(run.folder / made.name), "--precision", precision]
         bench = [sys.executable, *"-m app bench engine --calibrate off".split()]
-        command = [*bench, *model, "--json", str(result), *few]
-        with run.console.status(f"{part} …"):
-            if run.command(part, command) is not None:
-                run.results[part] = json.loads(result.read_text(encoding="utf-8"))
-    idle(run, dry)
+        run.measure(part, [*bench, *model, *few])
+        if part == "llama-1b bf16":
+            steps(run, dry)
+            http(run, dry)
 
 
-def idle(run: Run, dry: bool) -> None:
-    result = run.folder / "idle.json"
+def steps(run: Run, dry: bool) -> None:
     model = str(run.folder / LLAMA_1B.name)
-    command = [sys.executable, "-m", "tools.hardware.idle", "--model", model, "--json", str(result)]
     if dry:
-        run.why["idle"] = "there is no device"
-    elif run.command("idle", command) is not None:
-        run.results["idle"] = json.loads(result.read_text(encoding="utf-8"))
+        run.why["steps"] = "there is no device"
+    else:
+        run.measure("steps", [sys.executable, "-m", "tools.hardware.steps", "--model", model])
+
+
+def http(run: Run, dry: bool) -> None:
+    """Measure a server that the benchmark starts."""
+    model = str(run.folder / (SMALL_LLAMA if dry else LLAMA_1B).name)
+    load = "--concurrency 2 --num-requests 4 --max-tokens 8" if dry else HTTP_LOAD
+    device = ["--device", "cpu"] if dry else []
+    bench = [sys.executable, *"-m app bench http --calibrate off --precision bf16 --model".split(), model]
+    run.measure("http", [*bench, *load.split(), *device])
 
 
 def about(run: Run, dry: bool) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+RULES = ("repetition penalty", "log-probabilities", "min_tokens", "top_k and top_p")  # steps.py says what they are
 BEGIN, END = "<!-- table: python -m tools.hardware writes it -->", "<!-- end of the table -->"
 NOT_MEASURED = "not measured"
 
@@ -76,6 +77,9 @@ ASKED: tuple[Asked, ...] = (
     Asked("bert-large BF16, 256 texts of 128, of the product rate", "share", "bert-large bf16", "×256 of 128", "of bf16",
           least=0.4),
     Asked("bert-large BF16, 256 texts of 128", "texts/s", "bert-large bf16", "×256 of 128", "samples/s"),
+    Asked("llama-1b over HTTP, 1 client, first token", "ms", "http", "×1 TTFT"),
+    Asked("llama-1b over HTTP, 64 clients", "tok/s", "http", "×64 tokens"),
+    Asked("llama-1b over HTTP, 256 clients", "tok/s", "http", "×256 tokens"),
 )  # fmt: skip
 
 
@@ -86,13 +90,24 @@ def rows_of(benches: Mapping[str, Mapping[str, Any]], why: Mapping[str, str]) ->
     exact, rounded = values["llama-8b BF16 decode ×1"], values["llama-8b int4 decode ×1"]
     ratio = rounded / exact if exact and rounded else None
     rows.append(Row("llama-8b int4 over BF16, decode ×1", "times", ratio, least=2.0))
-    idle = benches.get("idle", {})
-    rows.append(
-        Row(
-            "device idle, decode ×64", "share", idle.get("idle"), most=0.05, why=idle.get("reason", why.get("idle", ""))
-        )
-    )
-    return rows
+    served, engine = values["llama-1b over HTTP, 64 clients"], values["llama-1b BF16 decode ×64"]
+    share = served / engine if served and engine else None
+    rows.append(Row("llama-1b over HTTP, 64 clients, of the engine", "share", share, least=0.9))
+    return [*rows, *step_rows(benches.get("steps", {}), why.get("steps", ""))]
+
+
+def step_rows(found: Mapping[str, Any], why: str) -> Iterable[Row]:
+    """Return the rows of `steps.py`."""
+    why = found.get("reason", why)
+    yield Row("device idle, decode ×64", "share", found.get("idle"), most=0.05, why=why)
+    rules = found.get("rules", {})
+    for name in RULES:
+        yield Row(f"a step of 64, one with {name}, over greedy ones", "times", rules.get(name), most=1.15, why=why)
+    longest = found.get("long_context")
+    yield Row("a step of 64, one with a context of nearly 8,192, over short ones", "times", longest, most=1.15, why=why)
+    first = found.get("first_token_seconds")
+    milliseconds = None if first is None else 1e3 * first
+    yield Row("first token of 512, of the engine", "ms", milliseconds, most=5, why=why)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Row]) -> str:

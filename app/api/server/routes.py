@@ -139,7 +139,7 @@ async def metrics(call: ApiCall) -> Response:
 
     The counters are already filled, so a scrape on the event loop never waits for a step.
     """
-    await call.runtime.collect_metrics()
+    await call.request.app.state.runtime.collect_metrics()
     accept, models = call.request.headers.get("accept", ""), call.runtime.models
     if models is None or "model" in call.request.query_params:  # of one model, without the label
         body, content_type = call.runtime.metrics.render(accept)

@@ -1,6 +1,7 @@
-"""The LoRA adapters of a decoder on a CPU: slots for their weights, and which rows of a step use which of them.
+"""The LoRA adapters of a decoder: slots for their weights, and which rows of a step use which of them.
 
-A step is one batch whatever the adapters of its sequences are (`armature_kernels/linear/lora.py`).
+A step is one batch whatever the adapters of its sequences are (`armature_kernels/linear/lora.py`, on a device
+`device_lora.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from app.models.decoders.decoder import Decoder
 from app.weights.files import open_regular, readable_or_invalid
 from app.weights.lora.adapter import WEIGHTS, LoraAdapter, ServedAdapters
 from app.weights.safetensors import TensorEntry
+from armature_kernels.linear.device_lora import DeviceLoraProduct, DeviceLoraRows
 from armature_kernels.linear.linear import Linear
 from armature_kernels.linear.lora import LoraProduct, LoraRows, LoraSlots, LoraWeights, RowRun
 
@@ -59,22 +61,29 @@ def _read(entry: TensorEntry) -> Tensor:
 class AdapterSlots:
     """The adapters of one model. It is used on the worker thread only, except `read` and `read_for`."""
 
-    def __init__(self, model: Decoder, layers: Iterable[str], slots: LoraSlots) -> None:
-        """Let the products of these layers (`adapted_layers`) add adapters."""
+    def __init__(
+        self, model: Decoder, layers: Iterable[str], slots: LoraSlots, device: torch.device | None = None
+    ) -> None:
+        """Let the products of these layers (`adapted_layers`) add adapters; `device` None: on the processor."""
         self._dtype = slots.dtype
         self._input_scales: dict[str, Tensor] = {}  # what the inputs of a layer are divided by
         self._read: dict[int, Mapping[str, LoraWeights]] = {}  # weights by slot that are not used yet
         self._rows = LoraRows(MAX_STEP_TOKENS)
-        self._places: dict[str, tuple[LoraProduct, int]] = {}
+        self._places: dict[str, tuple[LoraProduct | DeviceLoraProduct, int]] = {}
+        self.device_rows = None if device is None else DeviceLoraRows(slots, device)
         names = set(layers)
         for linear in model.modules():
             if not isinstance(linear, Linear) or not names.intersection(linear.sources):
                 continue
-            linear.lora = LoraProduct(self._rows, linear.in_features, linear.source_rows, slots)
+            sizes = linear.in_features, linear.source_rows, slots
+            if device is None or self.device_rows is None:
+                linear.lora = LoraProduct(self._rows, *sizes)
+            else:
+                linear.lora = DeviceLoraProduct(self.device_rows, *sizes, device)
             for source, name in enumerate(linear.sources):
                 self._places[name] = linear.lora, source
                 if linear.input_scales is not None:
-                    self._input_scales[name] = linear.input_scales
+                    self._input_scales[name] = linear.input_scales.cpu()
         assert names == self._places.keys(), "every layer that an adapter may change is a product of the model"
 
     def read(self, adapter: LoraAdapter) -> dict[str, LoraWeights]:
@@ -91,8 +100,9 @@ class AdapterSlots:
 
     def set_weights(self, slot: int, weights: Mapping[str, LoraWeights] | None) -> None:
         """Put an adapter's weights, by the name of the layer, into a slot; None: empty it."""
-        for name, (product, source) in self._places.items():
-            product.set_weights(slot, source, None if weights is None else weights.get(name))
+        with torch.inference_mode():
+            for name, (product, source) in self._places.items():
+                product.set_weights(slot, source, None if weights is None else weights.get(name))
 
     def begin(self, spans: Iterable[ScheduledSpan]) -> None:
         tokens: list[RowRun] = []
@@ -107,9 +117,11 @@ class AdapterSlots:
         self._rows.fill(tokens, wanted, num_tokens)
 
 
-def load_adapter_slots(model: Decoder, served: ServedAdapters, report: Callable[[str], None]) -> AdapterSlots:
+def load_adapter_slots(
+    model: Decoder, served: ServedAdapters, report: Callable[[str], None], device: torch.device | None = None
+) -> AdapterSlots:
     """Return the slots of a loaded model, the named adapters in the first ones. Raises `CheckpointInvalid`."""
-    slots = AdapterSlots(model, served.layers, LoraSlots(served.slots, served.max_rank, model.norm.dtype))
+    slots = AdapterSlots(model, served.layers, LoraSlots(served.slots, served.max_rank, model.norm.dtype), device)
     for slot, (name, adapter) in enumerate(served.named.items()):
         report(f"loading the adapter {name}")
         slots.set_weights(slot, slots.read(adapter))

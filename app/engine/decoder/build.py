@@ -22,7 +22,7 @@ from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence, make_sequ
 from app.engine.scheduler.kv_allocator import KvSlots, StateCheckpoints
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
-from app.engine.scheduler.speculation import MAX_DRAFT_TOKENS, Speculation, ngram_drafter
+from app.engine.scheduler.speculation import MAX_DRAFT_TOKENS, MAX_SPECULATIVE_ROWS, Speculation, ngram_drafter
 from app.errors import PlanImpossible, StepFailed
 from app.hardware.plan.memory_budget import DRAFT_SEQS, draft_kv_tokens, draft_precision
 from app.hardware.plan.plan import ServingPlan
@@ -84,19 +84,26 @@ def build_device_decoder_engine(
     """Load the weights on a GPU, capture the common steps and warm up. Raises a `StartupError`."""
     from app.engine.decoder.device_runner import DeviceDecoderRunner
 
-    assert request.adapters is None, "adapters were refused for a device before"
     model, backend = load_on_device(request, select_device_backend)
     assert isinstance(model, Decoder), "a decoder's checkpoint"
     request.report("reserving KV memory")
     kv_cache = allocate_kv_pages(model, request.plan, backend)
     limits = engine_limits(request.plan)
-    runner = DeviceDecoderRunner(model, kv_cache, backend, limits, request.eager_reason)
+    speculation = _speculation(model.config, request.plan, request.step_time_model)
+    max_rows = 0 if speculation is None else MAX_SPECULATIVE_ROWS
+    runner = DeviceDecoderRunner(model, kv_cache, backend, limits, request.eager_reason, max_rows)
+    adapters = None
+    if request.adapters is not None:
+        adapters = load_adapter_slots(model, request.adapters, request.report, backend.device)
+        runner.use_adapters(adapters)
     capture_startup_steps(runner, request.report)
     request.report("warming up")
     with explaining_values_not_finite(request.checkpoint):
         warm_up_device_decoder(runner, limits.max_batch_tokens)
     pool = KvSlots(kv_cache.shape.num_slots, kv_cache.capacity_tokens, kv_cache.tokens_per_page)
-    return BuiltEngine(_decoder_engine(request, runner, pool), runner, model, backend)
+    engine = _decoder_engine(request, runner, pool, speculation)
+    engine.adapters = adapters
+    return BuiltEngine(engine, runner, model, backend)
 
 
 def _decoder_engine(
@@ -131,11 +138,12 @@ def _max_decode_queries(config: ModelConfig) -> int:
 def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTimeModel) -> Speculation | None:
     """Return the speculation settings, or None if speculation is off.
 
-    A sequence's queries, its draft tokens included, still use the kernel for few queries.
+    On a processor a sequence's queries, its draft tokens included, still use the kernel for few queries.
     """
     if not plan.steps.speculation:
         return None
-    max_draft_tokens = _max_decode_queries(config) - 1 if _has_native_attention(config) else MAX_DRAFT_TOKENS
+    on_host = plan.placement.device == "cpu" and _has_native_attention(config)
+    max_draft_tokens = _max_decode_queries(config) - 1 if on_host else MAX_DRAFT_TOKENS
     return Speculation(ngram_drafter, step_time_model, min(max_draft_tokens, MAX_DRAFT_TOKENS))
 
 
@@ -224,9 +232,7 @@ def allocate_kv_pages(model: Decoder, plan: ServingPlan, backend: DeviceBackend)
 
 def capture_startup_steps(runner: DeviceDecoderRunner, report: ReportStage) -> None:
     """Capture the common steps until the graphs accept no more."""
-    from app.engine.decoder.cuda_graphs import startup_shapes
-
-    shapes = list(startup_shapes(runner.buckets))
+    shapes = list(runner.shapes.at_startup())
     report_percent = percent_reporter(report, "capturing steps")
     for done, shape in enumerate(shapes, 1):
         if not runner.graphs.should_capture(shape):

@@ -1,15 +1,18 @@
 """Inputs of a device step, packed into one int64 block that is sent to the device in one copy.
 
-`DecodeInputs` derives the inputs of decode steps that run one after another from those of the previous step: most
-columns stay the same, the others increase by one. `fill_step` writes the inputs of other steps.
+First come the sampling parameters of as many rows as a step may have, so that they are at the same place whatever the
+step's size; a greedy step does not send them. `DecodeInputs` derives the inputs of decode steps that run one after
+another from those of the previous step: most columns stay the same, the others increase by one. `fill_step` writes the
+inputs of other steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 import numpy
@@ -20,30 +23,24 @@ from torch import Tensor
 from app.engine.sampling.rows import COLUMNS, filters_of, stream_start, uniform_numbers
 from app.engine.scheduler.batch import LogitRow, ScheduledSpan, Sequence
 from armature_kernels.attention.paged import PAGE_TOKENS
+from armature_kernels.linear.device_lora import NO_ADAPTER
 
 ColumnArray = NDArray[Any]
 View = TypeVar("View", Tensor, ColumnArray)
+Fields = Mapping[str, tuple[int, torch.dtype]]
 # returns the rows of the KV cache that spans write, and allocates the pages that they begin
 KvRowsOfSpans = Callable[[Items[ScheduledSpan]], list[int]]
 
 
 class SamplingMode(Enum):
-    GREEDY = "greedy"  # most likely token, on the device
-    RANDOM = "drawn"  # any token, with one temperature per row, on the device
-    FILTERED = "filtered"  # a token that the row's top_k, top_p and min_p leave, on the device
-    LOGITS = "logits"  # the sampler needs full logits: penalties, beams, log-probabilities
+    GREEDY = "greedy"  # most likely token
+    RANDOM = "drawn"  # any token, with one temperature per row
+    FILTERED = "filtered"  # a token that the row's top_k, top_p and min_p leave
 
 
-def sampling_mode(rows: Items[LogitRow], samples_randomly: bool) -> SamplingMode:
+def sampling_mode(rows: Items[LogitRow]) -> SamplingMode:
     """Return the simplest sampling mode that is sufficient for all rows of a step."""
-    params = [row.sequence.params for row in rows]
-    if any(one.changes_scores or one.beam_width > 1 or one.logprobs is not None for one in params):
-        return SamplingMode.LOGITS
-    if any(row.sequence.restricts_tokens for row in rows):
-        return SamplingMode.LOGITS
-    if not samples_randomly and not all(one.greedy for one in params):
-        return SamplingMode.LOGITS
-    drawn = [one for one in params if not one.greedy]
+    drawn = [row.sequence.params for row in rows if not row.sequence.params.greedy]
     if not drawn:
         return SamplingMode.GREEDY
     return SamplingMode.FILTERED if filters_of(drawn) else SamplingMode.RANDOM
@@ -62,9 +59,9 @@ class StepSizes:
         return cls(bucket, bucket, bucket)
 
     @classmethod
-    def of(cls, spans: Items[ScheduledSpan], samples: int) -> StepSizes:
-        """Return the sizes of these spans, with at least one row of logits: a product of zero rows is an error."""
-        return cls(sum(span.num_tokens for span in spans), len(spans), max(1, samples))
+    def of(cls, pieces: Items[Piece], samples: int) -> StepSizes:
+        """Return the sizes of these pieces, with at least one row of logits: a product of zero rows is an error."""
+        return cls(sum(len(piece.token_ids) for piece in pieces), len(pieces), max(1, samples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +72,7 @@ class StepViews(Generic[View]):
 
     - [tokens] int64: `token_ids`, `sources` (index of each token's id in the device buffer), `positions`,
       `kv_rows` (rows of the KV cache to write).
-    - [samples]: `logit_rows` int64 (tokens whose logits are sampled), `uniforms` fp64, and the `columns` of the
-      sampling parameters by name, each with its dtype.
+    - `logit_rows` [samples] int64: tokens whose logits are sampled. `adapters` [tokens] int32: slots of LoRA adapters.
     - int32: `slots` and `lengths` [sequences], `starts` [sequences + 1].
     """
 
@@ -85,19 +81,13 @@ class StepViews(Generic[View]):
     positions: View
     kv_rows: View
     logit_rows: View
-    uniforms: View
+    adapters: View
     slots: View
     lengths: View
     starts: View
-    columns: Mapping[str, View]
-
-    @classmethod
-    def of(cls, views: Mapping[str, View]) -> StepViews[View]:
-        columns = {column.name: views[column.name] for column in COLUMNS}
-        return cls(**{name: view for name, view in views.items() if name not in columns}, columns=columns)
 
 
-def _fields(sizes: StepSizes) -> Mapping[str, tuple[int, torch.dtype]]:
+def _fields(sizes: StepSizes) -> Fields:
     """Return the length and dtype of each input in the order of the block, each at a multiple of 8 bytes."""
     tokens, sequences, samples = sizes.tokens, sizes.sequences, sizes.samples
     return {
@@ -106,33 +96,61 @@ def _fields(sizes: StepSizes) -> Mapping[str, tuple[int, torch.dtype]]:
         "positions": (tokens, torch.int64),
         "kv_rows": (tokens, torch.int64),
         "logit_rows": (samples, torch.int64),
-        "uniforms": (samples, torch.float64),
+        "adapters": (tokens, torch.int32),
         "slots": (sequences, torch.int32),
         "lengths": (sequences, torch.int32),
         "starts": (sequences + 1, torch.int32),
-        **{column.name: (samples, column.dtype) for column in COLUMNS},
     }
 
 
 def block_size(sizes: StepSizes) -> int:
-    return sum(_int64_count(count, dtype) for count, dtype in _fields(sizes).values())
+    return _size(_fields(sizes))
 
 
-def block_views(block: Tensor, sizes: StepSizes, samples_randomly: bool = True) -> StepViews[Tensor]:
-    """Return views of the first part of `block`; float64 inputs stay int64 without random sampling."""
-    return StepViews.of(_named_views(block, sizes, samples_randomly))
+def block_views(block: Tensor, sizes: StepSizes) -> StepViews[Tensor]:
+    """Return views of the first part of `block`, which begins behind the sampling parameters."""
+    return StepViews(**_named_views(block, _fields(sizes)))
 
 
 def block_arrays(block: Tensor, sizes: StepSizes) -> StepViews[ColumnArray]:
-    return StepViews.of({name: view.numpy() for name, view in _named_views(block, sizes).items()})
+    return StepViews(**{name: view.numpy() for name, view in _named_views(block, _fields(sizes)).items()})
 
 
-def _named_views(block: Tensor, sizes: StepSizes, samples_randomly: bool = True) -> dict[str, Tensor]:
+@dataclass(frozen=True, slots=True)
+class SamplingViews(Generic[View]):
+    """The sampling parameters of up to `rows` rows: `uniforms` fp64, and the `columns` by name, each with its dtype."""
+
+    uniforms: View
+    columns: Mapping[str, View]
+
+
+def sampling_size(rows: int) -> int:
+    return _size(_sampling_fields(rows))
+
+
+def sampling_views(block: Tensor, rows: int) -> SamplingViews[Tensor]:
+    views = _named_views(block, _sampling_fields(rows))
+    return SamplingViews(views.pop("uniforms"), views)
+
+
+def sampling_arrays(block: Tensor, rows: int) -> SamplingViews[ColumnArray]:
+    views = {name: view.numpy() for name, view in _named_views(block, _sampling_fields(rows)).items()}
+    return SamplingViews(views.pop("uniforms"), views)
+
+
+def _sampling_fields(rows: int) -> Fields:
+    return {"uniforms": (rows, torch.float64), **{column.name: (rows, column.dtype) for column in COLUMNS}}
+
+
+def _size(fields: Fields) -> int:
+    return sum(_int64_count(count, dtype) for count, dtype in fields.values())
+
+
+def _named_views(block: Tensor, fields: Fields) -> dict[str, Tensor]:
     views, first = {}, 0
-    for name, (count, dtype) in _fields(sizes).items():
+    for name, (count, dtype) in fields.items():
         end = first + _int64_count(count, dtype)
-        plain = dtype is torch.float64 and not samples_randomly
-        views[name] = block[first:end] if plain else block[first:end].view(dtype)[:count]
+        views[name] = block[first:end].view(dtype)[:count]
         first = end
     return views
 
@@ -152,7 +170,7 @@ def table_update_size(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayout:
-    """Layout of the device memory: index of the input block in the device buffer, and slot of padding rows."""
+    """Layout of the device memory: index of a step's token ids in the device buffer, and slot of padding rows."""
 
     block_start: int
     padding_slot: int
@@ -173,61 +191,114 @@ class SamplingColumns:
             {column.name: numpy.array(column.values(params), column.array_dtype) for column in COLUMNS},
         )
 
-    def fill(self, views: StepViews[ColumnArray], positions: ColumnArray) -> None:
-        """Write the sampling parameters for the tokens at these positions. Padding rows get neutral values."""
+    def fill(self, views: SamplingViews[ColumnArray], positions: ColumnArray) -> None:
+        """Write the sampling parameters for the tokens at these positions. The other rows get neutral values."""
         write_column(views.uniforms, uniform_numbers(self.streams, positions), 0.0)
         for column in COLUMNS:
             write_column(views.columns[column.name], self.values[column.name], column.neutral)
 
 
-def fill_step(
-    views: StepViews[ColumnArray], spans: Items[ScheduledSpan], kv_rows: Items[int], layout: DeviceLayout
-) -> None:
-    """Write the inputs of spans whose tokens the host knows. The other rows write to the padding page."""
-    # the token ids are the first part of the block
-    views.sources[:] = numpy.arange(layout.block_start, layout.block_start + len(views.sources))
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots, lengths, starts = [], [], [0]
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one sequence at the positions from `start` on, for which attention is computed together.
+
+    The draft tokens of a decode are a piece each, like decodes of different lengths: each sees the ones before it, whose
+    keys and values are written before any attention of the layer.
+    """
+
+    token_ids: list[int]
+    start: int
+    slot: int
+    adapter: int = NO_ADAPTER
+
+
+def adapter_slot(sequence: Sequence) -> int:
+    return NO_ADAPTER if sequence.adapter is None else sequence.adapter.slot
+
+
+def pieces_of(spans: Items[ScheduledSpan]) -> list[Piece]:
+    pieces: list[Piece] = []
     for span in spans:
-        token_ids += span.sequence.token_ids[span.start : span.end]
-        positions += range(span.start, span.end)
-        slots.append(span.slot)
-        lengths.append(span.end)
-        assert len(token_ids) == starts[-1] + span.num_tokens, (
+        token_ids = [*span.sequence.token_ids[span.start : span.known_end], *span.draft_ids]
+        assert len(token_ids) == span.num_tokens, (
             "the host must know all tokens of the spans; use DecodeInputs for a step launched ahead"
         )
-        starts.append(len(token_ids))
-    missing = len(views.token_ids) - len(token_ids)
-    padding_rows = [row % PAGE_TOKENS for row in range(missing)]
-    starts += range(len(token_ids) + 1, len(token_ids) + 1 + len(views.slots) - len(slots))
-    write_column(views.token_ids, token_ids, 0)
-    write_column(views.positions, positions, 0)
-    write_column(views.kv_rows, [*kv_rows, *padding_rows])
-    write_column(views.slots, slots, layout.padding_slot)
-    write_column(views.lengths, lengths, 0)
-    write_column(views.starts, starts)
+        adapter = adapter_slot(span.sequence)
+        if span.draft_ids and span.is_decode:
+            pieces += [Piece([one], span.start + place, span.slot, adapter) for place, one in enumerate(token_ids)]
+        else:
+            pieces.append(Piece(token_ids, span.start, span.slot, adapter))
+    return pieces
 
 
-def fill_sampling(
-    views: StepViews[ColumnArray], spans: Items[ScheduledSpan], rows: Items[LogitRow], mode: SamplingMode
+def num_single(pieces: Items[Piece]) -> int:
+    """Return the number of leading pieces of one token, which are computed as decodes."""
+    return next((at for at, piece in enumerate(pieces) if len(piece.token_ids) != 1), len(pieces))
+
+
+def fill_step(
+    views: StepViews[ColumnArray],
+    pieces: Items[Piece],
+    kv_rows: Items[int],
+    layout: DeviceLayout,
+    decodes: int | None = None,
 ) -> None:
-    """Write the tokens whose logits are sampled, and the sampling parameters. Padding rows are greedy."""
-    if len(views.logit_rows) != len(views.token_ids):
-        write_column(views.logit_rows, _sampled_rows(spans) or [len(views.token_ids) - 1])
-    if mode not in (SamplingMode.RANDOM, SamplingMode.FILTERED):
+    """Write the inputs of a step whose tokens the host knows.
+
+    `decodes`: leading rows of the step that are decodes, padding included; further padding is one more sequence after the
+    last prompt. Padding has no context, and its keys and values are written to the padding page.
+    """
+    single = num_single(pieces)
+    gap = 0 if decodes is None else decodes - single
+    token_ids = [one for piece in pieces for one in piece.token_ids]
+    num_tokens, tokens = gap + len(token_ids), len(views.token_ids)
+    assert num_tokens == tokens or len(views.slots) > gap + len(pieces), "padding needs a sequence"
+    # the token ids are the first part of the block
+    views.sources[:] = numpy.arange(layout.block_start, layout.block_start + tokens)
+    positions = [at for piece in pieces for at in range(piece.start, piece.start + len(piece.token_ids))]
+    _write_around(views.token_ids, token_ids, single, gap, 0)
+    _write_around(views.positions, positions, single, gap, 0)
+    views.kv_rows[:] = numpy.arange(tokens) % PAGE_TOKENS
+    views.kv_rows[:single] = kv_rows[:single]
+    views.kv_rows[single + gap : num_tokens] = kv_rows[single:]
+    _write_around(views.adapters, [piece.adapter for piece in pieces for _ in piece.token_ids], single, gap, NO_ADAPTER)
+    _write_around(views.slots, [piece.slot for piece in pieces], single, gap, layout.padding_slot)
+    _write_around(views.lengths, [piece.start + len(piece.token_ids) for piece in pieces], single, gap, 0)
+    ends = accumulate((len(piece.token_ids) for piece in pieces[single:]), initial=single + gap)
+    starts = [*range(single + gap), *ends]
+    write_column(views.starts, starts, tokens)
+
+
+def fill_logit_rows(views: StepViews[ColumnArray], spans: Items[ScheduledSpan], gap: int = 0) -> None:
+    """Write the tokens whose logits are sampled; with `gap` rows of padding behind the decodes."""
+    if len(views.logit_rows) == len(views.token_ids):
         return
+    last = len(views.token_ids) - 1
+    write_column(views.logit_rows, token_rows(spans, gap) or [last], last)
+
+
+def token_rows(spans: Items[ScheduledSpan], gap: int = 0) -> list[int]:
+    """Return the row among the step's tokens of each row of logits; with `gap` rows of padding behind the decodes."""
+    rows: list[int] = []
+    end, is_single = 0, True
+    for span in spans:
+        if is_single and span.num_tokens > 1 and not (span.draft_ids and span.is_decode):
+            is_single, end = False, end + gap
+        end += span.num_tokens
+        rows += range(end - span.num_samples, end)
+    return rows
+
+
+def fill_sampling(views: SamplingViews[ColumnArray], rows: Items[LogitRow]) -> None:
     positions = numpy.array([row.position for row in rows], numpy.int64)
     SamplingColumns.of([row.sequence for row in rows]).fill(views, positions)
 
 
-def _sampled_rows(spans: Items[ScheduledSpan]) -> list[int]:
-    rows: list[int] = []
-    end = 0
-    for span in spans:
-        end += span.num_tokens
-        rows += range(end - span.num_samples, end)
-    return rows
+def _write_around(view: ColumnArray, values: list[int], first: int, gap: int, rest: int) -> None:
+    """Write the first values, then `gap` times `rest`, then the other values, and `rest` to the remaining elements."""
+    view[:] = rest
+    view[:first] = values[:first]
+    view[first + gap : gap + len(values)] = values[first:]
 
 
 def write_column(view: ColumnArray, values: list[int] | list[float] | ColumnArray, rest: float | None = None) -> None:
@@ -252,13 +323,14 @@ class DecodeInputs:
     slots: ColumnArray
     positions: ColumnArray
     kv_rows: ColumnArray
+    adapters: ColumnArray
     draws: SamplingColumns | None
 
     @classmethod
     def after_step(
         cls, before: Items[ScheduledSpan], spans: Items[ScheduledSpan], mode: SamplingMode, kv_rows_of: KvRowsOfSpans
     ) -> DecodeInputs:
-        """Build the inputs of the first step that is launched ahead, after a step `before` of any kind."""
+        """Build the inputs of the first step that is launched ahead, after a step `before` that samples one row per span."""
         sequences = [span.sequence for span in spans]
         rows = {id(span.sequence): row for row, span in enumerate(before)}
         return cls(
@@ -268,6 +340,7 @@ class DecodeInputs:
             numpy.array([span.slot for span in spans], numpy.int32),
             numpy.array([span.start for span in spans]),
             numpy.array(kv_rows_of(spans)),
+            numpy.array([adapter_slot(sequence) for sequence in sequences], numpy.int32),
             SamplingColumns.of(sequences) if mode in (SamplingMode.RANDOM, SamplingMode.FILTERED) else None,
         )
 
@@ -276,18 +349,19 @@ class DecodeInputs:
         begun = numpy.flatnonzero(positions % PAGE_TOKENS == 0)
         if len(begun):
             rows[begun] = kv_rows_of([spans[at] for at in begun.tolist()])
-        return DecodeInputs(self.sequences, self.mode, numpy.arange(len(rows)), self.slots, positions, rows, self.draws)
+        return replace(self, rows=numpy.arange(len(rows)), positions=positions, kv_rows=rows)
 
-    def fill(self, views: StepViews[ColumnArray], layout: DeviceLayout) -> None:
+    def fill(self, views: StepViews[ColumnArray], sampling: SamplingViews[ColumnArray], layout: DeviceLayout) -> None:
         """Write all inputs of the step into the views, with padding rows as in `fill_step`."""
         rows = len(views.slots)
         views.token_ids[:] = 0
         write_column(views.sources, self.rows, layout.block_start)
         write_column(views.positions, self.positions, 0)
-        write_column(views.kv_rows, self.kv_rows, 0)
-        views.kv_rows[len(self.kv_rows) :] = numpy.arange(rows - len(self.kv_rows)) % PAGE_TOKENS
+        views.kv_rows[:] = numpy.arange(rows) % PAGE_TOKENS
+        views.kv_rows[: len(self.kv_rows)] = self.kv_rows
+        write_column(views.adapters, self.adapters, NO_ADAPTER)
         write_column(views.slots, self.slots, layout.padding_slot)
         write_column(views.lengths, self.positions + 1, 0)
         views.starts[:] = numpy.arange(rows + 1)
         if self.draws is not None:
-            self.draws.fill(views, self.positions + 1)
+            self.draws.fill(sampling, self.positions + 1)

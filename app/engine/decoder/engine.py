@@ -69,6 +69,9 @@ class DecoderRunner(Protocol):
 
     def can_run_ahead(self, batch: Batch) -> bool: ...
 
+    def use_idle_time(self, is_wanted: Callable[[], bool]) -> bool:
+        """Prepare for later steps while there is no request; False if `is_wanted` ended that before all was done."""
+
     def survives(self, error: Exception) -> bool:
         """Return True if the error is a lack of memory that has been freed again, so a step may be retried."""
 
@@ -185,6 +188,11 @@ class DecoderEngine:
         if store is not None:
             store.move((), (), pool.take_state_copies())
             store.save(pool.slots, is_wanted)
+
+    def use_idle_time(self, is_wanted: Callable[[], bool]) -> bool:
+        """Let the runner prepare for later steps while there is no request; True if all is done."""
+        self._launched_ahead = None
+        return self.runner.use_idle_time(is_wanted)
 
     def snapshot(self) -> EngineSnapshot:
         return self.scheduler.snapshot()

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from app.engine.scheduler.policy import size_class
 from app.hardware.step_times import StepTimes
@@ -153,11 +153,26 @@ class TextSpan:
         return self.request.message.texts[self.index]
 
 
-class TextQueue:
+class Queued(Protocol):
+    """A request in an engine: an `Encode` or another message, and what is left of it to compute."""
+
+    started_at: float | None
+
+    @property
+    def message(self) -> Any: ...
+
+    @property
+    def tokens_left(self) -> int: ...
+
+
+QueuedT = TypeVar("QueuedT", bound=Queued)
+
+
+class RequestQueue(Generic[QueuedT]):
     """Open requests, the oldest first. The requests of a batch stay here until they are done or removed."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, EncodeState] = {}
+        self._requests: dict[str, QueuedT] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -166,23 +181,28 @@ class TextQueue:
         return request_id in self._requests
 
     @property
-    def oldest(self) -> EncodeState:
+    def oldest(self) -> QueuedT:
         return next(iter(self._requests.values()))
 
     @property
-    def requests(self) -> Iterable[EncodeState]:
+    def requests(self) -> Collection[QueuedT]:
         return self._requests.values()
 
     @property
     def num_tokens(self) -> int:
         return sum(request.tokens_left for request in self._requests.values())
 
-    def add(self, message: Encode) -> EncodeState:
-        request = self._requests[message.request_id] = EncodeState.from_message(message)
+    def push(self, request: QueuedT) -> QueuedT:
+        self._requests[request.message.request_id] = request
         return request
 
-    def remove(self, request_id: str) -> EncodeState | None:
+    def remove(self, request_id: str) -> QueuedT | None:
         return self._requests.pop(request_id, None)
+
+
+class TextQueue(RequestQueue[EncodeState]):
+    def add(self, message: Encode) -> EncodeState:
+        return self.push(EncodeState.from_message(message))
 
     def take(self, capacity: TextCapacity) -> tuple[TextSpan, ...]:
         """Take the next batch, with the longest text that is left of the oldest request, whatever its length."""

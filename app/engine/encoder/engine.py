@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import numpy
 
 from app.engine.encoder.batching import BatchingDelay, EncodeState, TextBudget, TextQueue, TextSpan
+from app.engine.queue_engine import QueueEngine, step_failed
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, StepFailed, WrongModelKind
 from app.hardware.step_times import ThrottleCorrection
-from app.messages import Abort, ArraysReady, Encode, Event, RequestFailed, Text, Timings
-from app.metrics.steps import EngineSnapshot, StepStats
+from app.messages import ArraysReady, Encode, Event, RequestFailed, Text
+from app.metrics.steps import StepStats
 
 _NOT_FINITE_MESSAGE = (
     "The model's output for this request is not finite, so there is no result: its weights do not suit a token of these "
@@ -74,13 +75,15 @@ class EncoderLimits:
         return None
 
 
-class EncoderEngine:
-    """The engine of encoders, as the worker calls it. `stats` describes the last step.
+class EncoderEngine(QueueEngine[EncodeState]):
+    """The engine of encoders, as the worker calls it.
 
     A step that fails is tried again request by request. A step that needs too much memory is tried again in parts. If
     enough texts are queued to fill the next step, a runner that overlaps launches it before this one is waited for:
     texts are described and answers are assembled while the device computes.
     """
+
+    queue: TextQueue
 
     def __init__(
         self,
@@ -90,11 +93,8 @@ class EncoderEngine:
         clock: Callable[[], float] = time.monotonic,
         throttle_correction: ThrottleCorrection | None = None,
     ) -> None:
-        self.queue = TextQueue()
-        self.runner = runner
-        self.throttle_correction = throttle_correction or ThrottleCorrection()
-        self.stats: StepStats | None = None
-        self._limits, self._delay, self._clock = limits, delay, clock
+        super().__init__(TextQueue(), delay, clock, throttle_correction)
+        self.runner, self._limits = runner, limits
         self._budget = TextBudget(limits.max_running_seqs)
         self._spans: tuple[TextSpan, ...] = ()  # texts of the batches that are in flight, or that raised
         self._launched_ahead: _InFlightBatch | None = None
@@ -106,7 +106,6 @@ class EncoderEngine:
 
     @property
     def batching_delay_seconds(self) -> float:
-        """Seconds that the worker may wait for more texts although some are queued."""
         if not self.queue or self._launched_ahead is not None:
             return 0.0
         return self._delay.batching_delay_seconds(self.queue.num_tokens, self._clock())
@@ -118,11 +117,6 @@ class EncoderEngine:
         if error is not None:
             return [RequestFailed(message.request_id, error)]
         self._delay.observe_arrival(message.arrived_at, self.queue.add(message).num_tokens)
-        return []
-
-    def abort(self, command: Abort) -> list[Event]:
-        """Drop a request. It gets no event, since its client has gone."""
-        self.queue.remove(command.request_id)
         return []
 
     def step(self) -> list[Event]:
@@ -171,9 +165,7 @@ class EncoderEngine:
 
     def fail(self) -> list[Event]:
         """Queue again the requests of a step that raised, to run alone; one that was alone already ends."""
-        error = StepFailed(
-            "The step that computed this request failed; the server's log says why. It may be sent again."
-        )
+        error = step_failed()
         spans, self._spans, self._launched_ahead = self._spans, (), None
         if not spans:
             return self.fail_all(error)
@@ -192,27 +184,13 @@ class EncoderEngine:
         if not all(are_finite(rows[name]) for name in message.outputs):
             raise StepFailed("The outputs for a text of one token are not finite.")
 
-    def fail_all(self, error: RequestError) -> list[Event]:
-        return self._end(list(self.queue.requests), error)
-
-    def snapshot(self) -> EngineSnapshot:
-        requests = self.queue.requests
-        running = sum(bool(request.results) for request in requests)
-        return EngineSnapshot(
-            num_running=running,
-            num_waiting=len(self.queue) - running,
-            stepped_at=self._clock(),
-            queue=tuple(request.tokens_left for request in requests),
-            step_times=self._delay.step_times,
-        )
-
     def _gather(self, spans: Items[TextSpan], rows: Items[Mapping[str, bytes]], now: float) -> list[Event]:
         events: list[Event] = []
         for span, own in zip(spans, rows, strict=True):
             request = span.request
             request.results[span.index] = {name: own[name] for name in request.message.outputs}
             if request.is_done and self.queue.remove(request.message.request_id):  # false if it was aborted meanwhile
-                events.append(_ending(request, now))
+                events.append(self._ending(request, now))
         for request in dict.fromkeys(span.request for span in spans):
             request.runs_alone = False
         return events
@@ -221,23 +199,15 @@ class EncoderEngine:
         for request in dict.fromkeys(span.request for span in spans):
             request.put_back(span for span in spans if span.request is request)
 
-    def _end(self, requests: Items[EncodeState], error: RequestError) -> list[Event]:
-        ended = [request.message.request_id for request in requests]
-        return [RequestFailed(request_id, error) for request_id in ended if self.queue.remove(request_id)]
+    def _ending(self, request: EncodeState, now: float) -> ArraysReady | RequestFailed:
+        message, arrays = request.message, request.arrays()
+        if not all(are_finite(array.data) for array in arrays.values()):
+            return RequestFailed(message.request_id, StepFailed(_NOT_FINITE_MESSAGE))
+        return ArraysReady(message.request_id, arrays, self._timings(request, now), request.num_tokens)
 
 
 def are_finite(rows: bytes) -> bool:
     return bool(numpy.isfinite(numpy.frombuffer(rows, "<f4")).all())
-
-
-def _ending(request: EncodeState, now: float) -> ArraysReady | RequestFailed:
-    message, started_at = request.message, request.started_at
-    assert started_at is not None, "it was in a step"
-    arrays = request.arrays()
-    if not all(are_finite(array.data) for array in arrays.values()):
-        return RequestFailed(message.request_id, StepFailed(_NOT_FINITE_MESSAGE))
-    timings = Timings(queue_seconds=max(started_at - message.arrived_at, 0.0), encode_seconds=now - started_at)
-    return ArraysReady(message.request_id, arrays, timings, request.num_tokens)
 
 
 def encode_step_stats(spans: Items[TextSpan], seconds: float, model_seconds: float) -> StepStats:

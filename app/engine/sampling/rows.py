@@ -313,11 +313,6 @@ def sample_random(logits: Tensor, sampling: SamplingTensors, filtered: bool = Tr
     return sample_random_torch(logits, sampling, filtered)
 
 
-def scratch_rows(logits_like: Tensor) -> int:
-    """Return the fp32 rows that `sample_random` allocates for each row: 0 with one kernel, else 4."""
-    return 0 if triton_usable(logits_like) else 4
-
-
 def sample_random_torch(logits: Tensor, sampling: SamplingTensors, filtered: bool = True) -> Tensor:
     likeliest = sample_greedy(logits)
     filters = [column.name for column in FILTERS] if filtered else []

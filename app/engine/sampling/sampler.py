@@ -41,24 +41,34 @@ _MAX_KEPT_LISTS = 16  # lists of allowed tokens whose masks are kept
 Words = NDArray[Any]  # uint32: bit t % 32 of word t // 32 is token t
 
 
+def _zeros(length: int) -> Tensor:
+    return torch.zeros(length, dtype=torch.int64)
+
+
 class TokenMasks:
     """The masks of one step's rows, `words` int32 [rows, ceil(vocab / 32)], at a fixed address until rows exceed it."""
 
     __slots__ = ("_array", "_vocab_size", "words")
 
-    def __init__(self, vocab_size: int, rows: int = _MIN_ROWS) -> None:
-        self._vocab_size = vocab_size
-        self._array: Words = numpy.zeros((rows, -(-vocab_size // 32)), numpy.uint32)
-        self.words = torch.from_numpy(self._array.view(numpy.int32))
+    def __init__(self, vocab_size: int, rows: int = _MIN_ROWS, allocate: Callable[[int], Tensor] = _zeros) -> None:
+        """Allocate the masks; `allocate` returns int64 memory of so many elements."""
+        self._vocab_size, row_words = vocab_size, -(-vocab_size // 32)
+        memory = allocate(-(-rows * row_words // 2))
+        self.words = memory.view(torch.int32)[: rows * row_words].view(rows, row_words)
+        self._array: Words = self.words.numpy().view(numpy.uint32)
+
+    def with_room(self, rows: int, allocate: Callable[[int], Tensor]) -> TokenMasks:
+        """Return masks of at least so many rows, in memory that `allocate` returned if these are too few."""
+        if rows <= len(self._array):
+            return self
+        return TokenMasks(self._vocab_size, max(rows, 2 * len(self._array)), allocate)
 
     def for_step(self, spans: Iterable[ScheduledSpan], num_rows: int) -> TokenMasks | None:
         """Return the masks of a step's rows, in order, maybe in a larger object; None if no row is restricted."""
         sampling = [span for span in spans if span.samples]
         if not any(span.sequence.restricts_tokens for span in sampling):
             return None
-        masks = self
-        if num_rows > len(self._array):
-            masks = TokenMasks(self._vocab_size, max(num_rows, 2 * len(self._array)))
+        masks = self.with_room(num_rows, _zeros)
         first = 0
         for span in sampling:
             rows = masks._array[first : first + span.num_samples]

@@ -7,7 +7,7 @@ clients about a sequence. It contains no tensors.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -431,6 +431,9 @@ class RunsAtOnce:
 
     def can_run_ahead(self, batch: Batch) -> bool:
         return False
+
+    def use_idle_time(self, is_wanted: Callable[[], bool]) -> bool:
+        return True
 
     def survives(self, error: Exception) -> bool:
         return False

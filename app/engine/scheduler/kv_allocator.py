@@ -1,19 +1,20 @@
 """KV allocation as counts: slots, shared prefixes, and eviction of cached slots when capacity is needed.
 
 A slot is free, running (a sequence owns it) or cached (it holds the KV of a finished sequence; the least recently used
-slot is evicted first). `placements` finds the longest cached prefix of a prompt, `KvSlots` decides which placement
+slot is evicted first). `longest_match` finds the longest cached prefix of a prompt, `KvSlots` decides which placement
 fits, and `KvAllocator` gives each sequence a slot and takes it back.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from app.engine.scheduler.batch import KvCopy, PrefixScope, ScheduledSpan, Sequence
+from app.engine.scheduler.prefix_index import FIRST_TOKENS, PrefixIndex
 from app.metrics.steps import StateUsage
 
 # If fewer tokens than this are shared, they are computed again. They are part of a step that reads all weights
@@ -367,19 +368,13 @@ def _hull(first: PositionRange, second: PositionRange) -> PositionRange:
 
 
 def placements(
-    slots: Items[KvSlot],
-    token_ids: list[int],
-    alone: bool = False,
-    minimum: int = MIN_SHARED_TOKENS,
-    maximum: int | None = None,
-    scope: PrefixScope = _PLAIN,
+    best: tuple[KvSlot, int, int] | None, alone: bool = False, minimum: int = MIN_SHARED_TOKENS
 ) -> Iterator[Placement]:
     """Yield the possible placements of a sequence, best first. The last one always computes all tokens.
 
-    `alone`: the placement may not share another slot's prefix. A reused prefix has `minimum` to `maximum` tokens; by
-    default all but the last, whose logits are needed. Slots of another scope are not read.
+    `best`: what `longest_match` found, of which less than `minimum` tokens are not reused. `alone`: the placement may not
+    share another slot's prefix.
     """
-    best = _longest_match(slots, token_ids, len(token_ids) - 1 if maximum is None else maximum, scope)
     if best is None:
         yield Placement()
         return
@@ -424,20 +419,25 @@ def _reused_placement(source: KvSlot, length: int, state: int | None = None) -> 
     )
 
 
-def _longest_match(
-    slots: Items[KvSlot], token_ids: list[int], limit: int, scope: PrefixScope
+def longest_match(
+    slots: Items[KvSlot], token_ids: list[int], limit: int, scope: PrefixScope, among: Collection[int] | None = None
 ) -> tuple[KvSlot, int, int] | None:
     """Return the slot with the longest prefix to go on from, its length, at most `limit`, and that of the longest prefix.
 
+    Slots of another scope are not read, nor those that are not `among` the given numbers and hold none of their prefixes.
     Among equals, a slot that can be reused in place comes first, then one that can be shared, then the shortest tail to
     copy.
     """
     found: dict[int, int] = {}
-    for slot in slots:
+    compared = slots
+    if among is not None:  # and the slots that hold their prefixes
+        bases_of = {slots[index].prefix_slot for index in among}
+        compared = [slot for slot in slots if slot.index in among or slot.index in bases_of]
+    for slot in compared:
         if slot.prefix_slot is None and slot.num_tokens and slot.scope == scope:
             found[slot.index] = shared_prefix_length(slot.token_ids, token_ids, 0, min(slot.num_tokens, limit))
     bases = dict(found)
-    for slot in slots:  # a sharing slot can be longer than its base only if the whole shared part matches
+    for slot in compared:  # a sharing slot can be longer than its base only if the whole shared part matches
         if (
             slot.prefix_slot is not None
             and slot.scope == scope
@@ -476,6 +476,8 @@ class KvAllocator:
     def __init__(self, pool: KvSlots) -> None:
         self.pool = pool
         self._copies: list[KvCopy] = []
+        # The longest prefix need not be the best one where a prefix can only end at some positions.
+        self._index = PrefixIndex(len(pool.slots)) if pool.checkpoints is None else None
 
     def admit(self, sequence: Sequence) -> bool:
         """Place a waiting sequence with capacity for all its tokens, and reuse cached KV. False if it must wait."""
@@ -549,15 +551,13 @@ class KvAllocator:
             return iter((Placement(),))
         # The prompt of a further choice was computed in order to be shared, so any length is reused. A beam search
         # begins in a slot without a shared prefix, because its beams will share that slot.
-        minimum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1
-        return placements(
-            self.pool.slots,
-            sequence.token_ids,
-            sequence.is_beam,
-            minimum,
-            sequence.max_cached_tokens,
-            sequence.prefix_scope,
-        )
+        minimum, maximum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1, sequence.max_cached_tokens
+        token_ids, scope = sequence.token_ids, sequence.prefix_scope
+        among = None if self._index is None else self._index.candidates(self.pool.slots, token_ids, maximum, scope)
+        if not among and minimum < FIRST_TOKENS:
+            among = None
+        best = longest_match(self.pool.slots, token_ids, maximum, scope, among)
+        return placements(best, sequence.is_beam, minimum)
 
     def _allocate(self, sequence: Sequence, placement: Placement) -> bool:
         slot = self.pool.allocate(placement, sequence.token_ids, sequence.prefix_scope)

@@ -321,7 +321,7 @@ class Scheduler:
         if (
             not (batch.ahead or all(map(_can_run_ahead, spans)))
             or len(spans) < len(self.queues.running)
-            or self.speculation is not None
+            or (self.speculation is not None and self.speculation.expects_drafts(spans))
         ):
             return None
         lasting = [span for span in spans if span.start + 2 < span.sequence.max_length]

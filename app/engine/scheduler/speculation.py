@@ -8,7 +8,7 @@ failure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is us
 MAX_INDEXED_PER_STEP = 512
 # maximum rows of a step with draft tokens; larger products are compute-bound, and each step size is recorded
 MAX_SPECULATIVE_ROWS = 64
+_QUIET_STEPS = 3  # that a device launches ahead of the tokens before a sequence is looked up again
 MAX_DRAFT_TOKENS = 7  # per sequence and step
 # Per sequence and step: draft tokens that a grammar forces. One more are a chunk of a recurrent layer.
 MAX_FORCED_TOKENS = 31
@@ -143,6 +144,7 @@ class DraftState:
     drafter: Drafter
     history: DraftHistory = field(default_factory=DraftHistory)
     has_paused: bool = False
+    quiet: int = 0  # steps that may be launched ahead, since the last look-up found nothing
     is_forced: bool = False  # a grammar forces the text of the current draft
 
 
@@ -189,6 +191,27 @@ class Speculation:
         if self.drafting is not None and could_pay:
             self._add_model_drafts(self.drafting, spans, drafts, left, reserve)
         return [span.with_drafts(drafts.get(span.sequence, ())) for span in spans] if drafts else spans
+
+    def expects_drafts(self, all_spans: Iterable[ScheduledSpan]) -> bool:
+        """Return False if the next step of these sequences may be launched before the host knows their tokens.
+
+        That is where draft tokens would not pay, or none are likely: a sequence pauses, or its last look-up found nothing.
+        """
+        spans = [span for span in all_spans if _can_have_drafts(span.sequence)]
+        if not spans or not self._could_pay(spans, MAX_SPECULATIVE_ROWS - len(spans)):
+            return False
+        expected = [self._expects_draft(span.sequence) for span in spans]  # each counts its steps
+        return True in expected
+
+    def _expects_draft(self, sequence: Sequence) -> bool:
+        state = self._states.get(sequence)
+        if state is None or self.drafting is not None:
+            return True
+        if state.history.pause > 0:
+            state.history.pause -= 1
+            return False
+        state.quiet -= 1
+        return state.quiet < 0
 
     def _is_left_to_model(self, span: ScheduledSpan, spans: list[ScheduledSpan]) -> bool:
         state = self._states[span.sequence]
@@ -296,6 +319,7 @@ class Speculation:
             return ()
         most = min(self._max_draft_tokens, left)
         ids = state.drafter.propose(sequence.token_ids, most) if most > 0 else ()
+        state.quiet = 0 if ids else _QUIET_STEPS
         if sequence.vectors:
             ids = tuple(takewhile(lambda token: token < FIRST_VECTOR_ID, ids))
         return ids if grammar is None or not ids else ids[: grammar.count_valid(ids)]

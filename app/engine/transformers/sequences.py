@@ -33,9 +33,36 @@ from transformers.cache_utils import (
 
 from app.engine.scheduler.batch import Sequence
 
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values [rows, heads, length, size] with room for more tokens, so that a step copies only its own."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = self._grown("keys", key_states), self._grown("values", value_states)
+        return self.keys, self.values
+
+    def _grown(self, name: str, new: Tensor) -> Tensor:
+        """Return what is kept with the new tokens behind it: a part of a larger tensor, which nothing else reads."""
+        kept: Tensor = getattr(self, name)
+        if not kept.numel():
+            return new.contiguous()
+        length, total = kept.shape[-2], kept.shape[-2] + new.shape[-2]
+        whole, part = getattr(self, f"_{name}_room", (kept, None))
+        if part is not kept or whole.shape[-2] < total:
+            whole = kept.new_empty((*kept.shape[:-2], total + _ROOM_TOKENS, kept.shape[-1]))
+            whole[..., :length, :] = kept
+        whole[..., length:total, :] = new
+        part = whole[..., :total, :]
+        setattr(self, f"_{name}_room", (whole, part))
+        return part
+
+
 # Layers whose result does not depend on where a row begins. Chunked attention does, so it is left out by name.
 _BATCHED_LAYERS = (
     DynamicLayer,
+    RoomyLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -43,6 +70,7 @@ _BATCHED_LAYERS = (
     DummyLayer,
 )
 _CACHE_NAMES = ("past_key_values", "cache_params")
+_ROOM_TOKENS = 64  # by which keys and values grow
 
 
 class Rows:
@@ -281,8 +309,10 @@ class GenerationSteps:
         if self._has_cache:
             text = self.model.config.get_text_config(decoder=True)
             kwargs[self._cache_name] = cache = DynamicCache(config=text)
+            cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
             if self.has_encoder:
-                kwargs[self._cache_name] = EncoderDecoderCache(cache, DynamicCache(config=text))
+                # Of a decoder with windows too, all of the source is kept.
+                kwargs[self._cache_name] = EncoderDecoderCache(cache, DynamicCache())
         return kwargs
 
 
@@ -353,11 +383,12 @@ def can_batch(model: PreTrainedModel, rows: Rows) -> bool:
 def kept_bytes(value: Any, seen: set[int] | None = None) -> int:
     """Return the bytes of all tensors in what a model keeps between steps."""
     seen = set() if seen is None else seen
-    if id(value) in seen:
+    place = value.untyped_storage().data_ptr() if isinstance(value, Tensor) else id(value)
+    if place in seen:
         return 0
-    seen.add(id(value))
+    seen.add(place)
     if isinstance(value, Tensor):
-        return value.nbytes
+        return value.untyped_storage().nbytes()
     inner: Iterable[Any] = ()
     if isinstance(value, Mapping):
         inner = value.values()

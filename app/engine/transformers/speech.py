@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
 from transformers import AutoFeatureExtractor, AutoTokenizer, PreTrainedModel, pipeline
+from transformers.pipelines.automatic_speech_recognition import rescale_stride
 
 from app.engine.transformers.tasks import Item, Parameters, Task
 from app.errors import InvalidRequest, UnsupportedParameter
@@ -25,6 +28,10 @@ _MOST_PHASES = 2_000  # of a resampler: 441 for 44,100 Hz
 _ZEROS, _ROLLOFF = 16, 0.95  # zero crossings of the resampler's filter on each side, and where its band ends
 WINDOW_SECONDS = 30.0
 _ITEM_TOKENS = 1_500  # positions of a window in Whisper's encoder
+_STEP_ITEMS = 8  # windows of a step, even if they are more than its tokens: the decoder reads its weights once for all
+_LENGTH_BITS = (
+    3  # of a sound's length: those with the same leading bits are padded to the longest, by a quarter at most
+)
 _PROMPT_TOKENS = 200
 Samples = NDArray[numpy.float32]
 
@@ -105,11 +112,19 @@ class SpeechModel:
             device=model.device,
         )
         self.is_whisper = self.pipe.type == "seq2seq_whisper"
+        # Others normalize a sound over its whole length, so that what pads it would change its text.
+        self._pads = self.pipe.type == "ctc" and getattr(model.config, "feat_extract_norm", "") == "layer"
         self._languages = getattr(getattr(model, "generation_config", None), "lang_to_id", None) or {}
 
     def task(self) -> Task:
         check = {"max_new_tokens": 4} if self.pipe.type.startswith("seq2seq") else {}
-        return Task(self._split, self._finish, check_sound(), call=self._call, check_parameters=check)
+        return Task(
+            *(self._split, self._finish, check_sound()),
+            call=self._call,
+            key=self._key,
+            least_items=_STEP_ITEMS,
+            check_parameters=check,
+        )
 
     def _options(self, parameters: Parameters) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Return the pipeline's options of its three parts."""
@@ -161,20 +176,38 @@ class SpeechModel:
         made = [dict(item) for item in self.pipe.preprocess(samples, **windows)]
         return [{**item, "size": _ITEM_TOKENS, "seconds": seconds / len(made)} for item in made]
 
+    def _key(self, item: Item) -> Hashable:
+        """Return what items have in common that are computed together: their sizes, or lengths that differ little."""
+        shape = tuple(item[self.pipe.model.main_input_name].shape)
+        shift = max(0, shape[-1].bit_length() - _LENGTH_BITS)
+        return (shape[-1] >> shift, shift) if self._pads else shape
+
     def _call(self, items: Sequence[Item], parameters: Parameters) -> Sequence[Item]:
-        options = self._options(parameters)[1]
-        plain = [{name: value for name, value in item.items() if name not in ("size", "seconds")} for item in items]
-        if not self.is_whisper or options.get("return_timestamps") == "word":
-            found = [self.pipe.forward(item, **options) for item in plain]
-        else:
-            joined = {name: torch.cat([item[name] for item in plain]) for name in ("input_features", "attention_mask")}
-            tokens = self.pipe.forward({**joined, "is_last": True}, **options)["tokens"]
-            found = [
-                {"is_last": item["is_last"], "tokens": tokens[row : row + 1]}
-                | ({"stride": item["stride"]} if "stride" in item else {})
-                for row, item in enumerate(plain)
-            ]
-        return [{**output, "seconds": item["seconds"]} for output, item in zip(found, items, strict=True)]
+        if self.is_whisper and parameters.get("return_timestamps") == "word":  # padding tokens would have times too
+            return [output for item in items for output in self._compute([item], parameters)]
+        return self._compute(items, parameters)
+
+    def _compute(self, items: Sequence[Item], parameters: Parameters) -> Sequence[Item]:
+        main = self.pipe.model.main_input_name
+        longest = max(item[main].shape[-1] for item in items)
+        joined = {
+            name: torch.cat([functional.pad(item[name], (0, longest - item[main].shape[-1])) for item in items])
+            for name in (main, "attention_mask")
+            if isinstance(items[0].get(name), Tensor)
+        }
+        found = self.pipe.forward({**joined, "is_last": True}, **self._options(parameters)[1])
+        outputs = []
+        for row, item in enumerate(items):
+            output = {name: found[name][row : row + 1] for name in ("tokens", "token_timestamps") if name in found}
+            if self._pads:
+                own = int(self.pipe.model._get_feat_extract_output_lengths(item[main].shape[-1]))
+                output["tokens"] = output["tokens"][:, :own]
+            if item.get("stride") is not None:
+                is_ctc = self.pipe.type == "ctc"
+                scaled = rescale_stride([item["stride"]], 1 / self.pipe._align_to)[0] if is_ctc else item["stride"]
+                output["stride"] = scaled
+            outputs.append({**output, "is_last": item["is_last"], "seconds": item["seconds"]})
+        return outputs
 
     def _finish(self, outputs: list[Item], parameters: Parameters) -> Any:
         plain = [{name: value for name, value in item.items() if name != "seconds"} for item in outputs]

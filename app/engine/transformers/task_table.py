@@ -16,13 +16,13 @@ from app.backends.base import BaseBackend
 from app.backends.selection import HOST_BACKENDS, select_device_backend, select_host_backend
 from app.engine.build import BuildRequest, BuiltEngine, prepare_device
 from app.engine.encoder.batching import BatchingDelay
-from app.engine.transformers.generation import LIBRARY_ERRORS, first_line, load_model
+from app.engine.transformers.loading import LIBRARY_ERRORS, load_and_try
 from app.engine.transformers.pictures import TextPictureModel, image_classification
 from app.engine.transformers.question_answering import answer_task
 from app.engine.transformers.speech import SpeechModel
 from app.engine.transformers.tasks import Item, Parameters, Task, TaskEngine, TaskModel
 from app.engine.transformers.texts import TextReader
-from app.errors import CheckpointInvalid, InvalidRequest, StepFailed
+from app.errors import InvalidRequest
 from app.hardware.step_times import ThrottleCorrection
 from app.models.transformers_tasks import SPEECH, TaskConfig
 from app.weights.checkpoint import Checkpoint
@@ -176,25 +176,21 @@ def build_task_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[TaskEngi
     assert isinstance(config, TaskConfig), "a model that does tasks"
     on_host = plan.placement.device in HOST_BACKENDS
     backend: BaseBackend = prepare_device(request, select_host_backend if on_host else select_device_backend)
-    request.report("loading weights by transformers")
-    model = load_model(request.checkpoint, backend)
-    request.report("warming up")
-    try:
+
+    def try_model(model: PreTrainedModel) -> TaskEngine:
+        request.report("warming up")
         tasks, pad_id = tasks_of(model, request.checkpoint.directory, config, plan.memory.max_model_len)
         runner = TaskModel(model, tasks, pad_id)
         delay = BatchingDelay(plan.memory.batch_target_tokens, request.step_time_model, oldest_first=True)
-        correction = ThrottleCorrection(plan.cpu.throttling_quota)
-        engine = TaskEngine(runner, delay, throttle_correction=correction)
+        engine = TaskEngine(runner, delay, throttle_correction=ThrottleCorrection(plan.cpu.throttling_quota))
         engine.check()
         if runner.pad_id is not None and not pads_well(runner):
             runner.pad_id = None
-    except (*LIBRARY_ERRORS, StepFailed) as error:
-        raise CheckpointInvalid(
-            f"transformers loads this {type(model).__name__}, but cannot do {', '.join(config.tasks)} with it:"
-            f" {first_line(error)}"
-        ) from error
-    _LOG.info("transformers computes %s: %s", type(model).__name__, ", ".join(tasks))
-    return BuiltEngine(engine, runner, model, backend)
+        return engine
+
+    model, engine = load_and_try(request, backend, try_model, f"do {', '.join(config.tasks)} with it")
+    _LOG.info("transformers computes %s: %s", type(model).__name__, ", ".join(engine.model.tasks))
+    return BuiltEngine(engine, engine.model, model, backend)
 
 
 def pads_well(runner: TaskModel) -> bool:

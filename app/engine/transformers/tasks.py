@@ -11,7 +11,6 @@ import json
 import logging
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +19,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from app.engine.encoder.batching import BatchingDelay
-from app.engine.transformers.generation import LIBRARY_ERRORS, first_line
+from app.engine.encoder.batching import BatchingDelay, RequestQueue
+from app.engine.queue_engine import QueueEngine
+from app.engine.transformers.loading import LIBRARY_ERRORS, first_line
 from app.errors import InvalidRequest, RequestError, StepFailed
 from app.hardware.step_times import ThrottleCorrection
-from app.messages import Abort, Array, ArraysReady, Event, RequestFailed, RunTask, Timings
-from app.metrics.steps import EngineSnapshot, StepStats
+from app.messages import Array, ArraysReady, Event, RequestFailed, RunTask
 
 _LOG = logging.getLogger(__name__)
 MAX_ITEMS = 2_048  # of one request, as texts of an encoder
@@ -41,8 +40,8 @@ Parameters = Mapping[str, Any]
 class Task:
     """`outputs` of the model go to `finish`, beside what else an item has; those in `by_token` have a row per token.
 
-    `check` computes an input that no client sent. `call`, if there is one, computes items of equal shapes and
-    parameters in place of the model's own call.
+    `check` computes an input that no client sent. `call`, if there is one, computes items in place of the model's own
+    call: items with equal parameters whose `key`, or whose shapes, are equal. A step takes `least_items` of any size.
     """
 
     split: Callable[[Any, Parameters], Sequence[Item]]
@@ -51,6 +50,8 @@ class Task:
     outputs: tuple[str, ...] = ("logits",)
     by_token: tuple[str, ...] = ()
     call: Callable[[Sequence[Item], Parameters], Sequence[Item]] | None = None
+    key: Callable[[Item], Hashable] | None = None
+    least_items: int = 1
     check_parameters: Parameters = field(default_factory=dict)
 
 
@@ -66,9 +67,11 @@ class TaskModel:
     def key(self, task: str, item: Item, parameters: Parameters) -> Hashable:
         """Return what items have in common that are computed together; padding at most doubles a text."""
         inputs = self._inputs(item)
-        if self.tasks[task].call is not None:
-            parts = [(name, tuple(value.shape)) for name, value in inputs.items()]
-            return task, *parts, json.dumps(parameters, sort_keys=True, default=str)
+        described = self.tasks[task]
+        if described.call is not None:
+            shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items())
+            alike = shapes if described.key is None else described.key(item)
+            return task, alike, json.dumps(parameters, sort_keys=True, default=str)
         if "input_ids" in inputs and self.pad_id is not None:
             return *sorted(inputs), (item["input_ids"].shape[1] - 1).bit_length()
         return (*((name, tuple(value.shape)) for name, value in inputs.items()),)
@@ -115,6 +118,7 @@ class TaskState:
     items: list[tuple[int, Item, Hashable]]  # with the input that it belongs to
     num_inputs: int
     num_tokens: int
+    tokens_left: int
     results: list[Item] = field(default_factory=list)
     started_at: float | None = None
 
@@ -133,13 +137,8 @@ class TaskState:
         return self.items[self.done][2]
 
 
-class TaskEngine:
-    """The engine of tasks, as the worker calls it. `stats` describes the last step.
-
-    A step that fails is tried again request by request.
-    """
-
-    batching_delay_seconds = 0.0
+class TaskEngine(QueueEngine[TaskState]):
+    """The engine of tasks, as the worker calls it. A step that fails is tried again request by request."""
 
     def __init__(
         self,
@@ -148,21 +147,13 @@ class TaskEngine:
         clock: Callable[[], float] = time.monotonic,
         throttle_correction: ThrottleCorrection | None = None,
     ) -> None:
-        self.stats: StepStats | None = None
+        super().__init__(RequestQueue(), delay, clock, throttle_correction)
         self.model = model
-        self.throttle_correction = throttle_correction or ThrottleCorrection()
-        self._delay, self._clock = delay, clock
-        self._waiting: deque[TaskState] = deque()
-        self._batch: list[tuple[TaskState, list[Item]]] = []  # of the current step, or of the step that raised
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._waiting)
 
     def add(self, message: RunTask) -> list[Event]:
         """Read the inputs and queue the request; return its failure if they cannot be read."""
         try:
-            self._waiting.append(self._read(message))
+            self.queue.push(self._read(message))
         except RequestError as error:
             return [RequestFailed(message.request_id, error)]
         except LIBRARY_ERRORS as error:
@@ -173,37 +164,26 @@ class TaskEngine:
             return [RequestFailed(message.request_id, found)]
         return []
 
-    def abort(self, command: Abort) -> list[Event]:
-        self._waiting = deque(one for one in self._waiting if one.message.request_id != command.request_id)
-        return []
-
     def step(self) -> list[Event]:
         started = self._clock()
         self.throttle_correction.begin()
-        self._batch = self._next_batch()
-        for state, _ in self._batch:
-            state.started_at = started if state.started_at is None else state.started_at
+        batch = self._next_batch()
+        self._begin((state for state, _ in batch), started)
+        events: list[Event] = []
         try:
-            self._compute(self._batch)
+            self._compute(batch)
         except (*LIBRARY_ERRORS, StepFailed) as error:
-            if len(self._batch) == 1:
-                return [self._reject(self._batch[0][0], error)]
-            failed = [event for one in self._batch for event in self._compute_alone(one)]
-        else:
-            failed = []
+            if len(batch) == 1:
+                events = self._reject(batch[0][0], error)
+            else:
+                events = [event for one in batch for event in self._compute_alone(one)]
         model_seconds = self._clock() - started
-        ready = [self._answer(state) for state, _ in self._batch if state.done == len(state.items)]
-        events = [*failed, *ready]
-        self._observe(started, model_seconds)
-        self._batch = []
+        for state, _ in batch:
+            if state.done == len(state.items):
+                events += self._answer(state)
+        items = [item for _, chosen in batch for item in chosen]
+        self._observe(started, model_seconds, len(items), sum(map(size_of, items)))
         return events
-
-    def fail(self) -> list[Event]:
-        error = StepFailed(
-            "The step that computed this request failed; the server's log says why. It may be sent again."
-        )
-        batch, self._batch = self._batch, []
-        return [self._end(state, error) for state, _ in batch] if batch else self.fail_all(error)
 
     def check(self) -> None:
         """Compute an input that no client sent. Raises if that fails, or is not finite."""
@@ -213,19 +193,6 @@ class TaskEngine:
                 task.finish(compute_items(self.model, name, items, task.check_parameters), task.check_parameters),
                 default=plain,
             )
-
-    def fail_all(self, error: RequestError) -> list[Event]:
-        return [self._end(state, error) for state in list(self._waiting)]
-
-    def snapshot(self) -> EngineSnapshot:
-        begun = sum(state.started_at is not None for state in self._waiting)
-        return EngineSnapshot(
-            num_running=begun,
-            num_waiting=len(self._waiting) - begun,
-            stepped_at=self._clock(),
-            queue=tuple(state.num_tokens for state in self._waiting),
-            step_times=self._delay.step_times,
-        )
 
     def _read(self, message: RunTask) -> TaskState:
         task, parameters = self.model.tasks[message.task], json.loads(message.parameters)
@@ -243,20 +210,21 @@ class TaskEngine:
             if len(items) > MAX_ITEMS:
                 raise InvalidRequest(f"The inputs are more than {MAX_ITEMS} texts or windows for the model.", "inputs")
         num_tokens = sum(size_of(item) for _, item, _ in items)
-        return TaskState(message, parameters, items, len(inputs), num_tokens)
+        return TaskState(message, parameters, items, len(inputs), num_tokens, num_tokens)
 
     def _next_batch(self) -> list[tuple[TaskState, list[Item]]]:
         """Return the next items of the oldest request, and of others with the same key, as far as a step has room."""
-        key, room, batch = self._waiting[0].key, float(self._delay.target_tokens), []
-        for state in self._waiting:
-            if state.message.task != self._waiting[0].message.task:
+        oldest, room, batch = self.queue.oldest, self._delay.target_tokens, []
+        key, least = oldest.key, self.model.tasks[oldest.message.task].least_items
+        for state in self.queue.requests:
+            if state.message.task != oldest.message.task:
                 continue
             chosen = []
             for item in state.next_items(key):
-                if room <= 0:
+                if room <= 0 and least <= 0:
                     break
                 chosen.append(item)
-                room -= size_of(item)
+                room, least = room - size_of(item), least - 1
             if chosen:
                 batch.append((state, chosen))
         return batch
@@ -267,21 +235,21 @@ class TaskEngine:
         outputs = iter(self.model.compute(first.message.task, items, first.parameters))
         for state, chosen in batch:
             state.results += [next(outputs) for _ in chosen]
+            state.tokens_left -= sum(map(size_of, chosen))
 
     def _compute_alone(self, one: tuple[TaskState, list[Item]]) -> list[Event]:
         try:
             self._compute([one])
         except (*LIBRARY_ERRORS, StepFailed) as error:
-            return [self._reject(one[0], error)]
+            return self._reject(one[0], error)
         return []
 
-    def _reject(self, state: TaskState, error: Exception) -> RequestFailed:
+    def _reject(self, state: TaskState, error: Exception) -> list[Event]:
         _LOG.warning("the model failed on the inputs of one request: %s", error)
-        self._batch = []
         reason = "The model failed to compute these inputs; the server's log says why."
-        return self._end(state, error if isinstance(error, StepFailed) else StepFailed(reason))
+        return self._end([state], error if isinstance(error, StepFailed) else StepFailed(reason))
 
-    def _answer(self, state: TaskState) -> ArraysReady | RequestFailed:
+    def _answer(self, state: TaskState) -> list[Event]:
         task, message = self.model.tasks[state.message.task], state.message
         places = [index for index, _, _ in state.items]
         try:
@@ -293,33 +261,14 @@ class TaskEngine:
             ]
             content = json.dumps(results if message.is_batch else results[0], default=plain, allow_nan=False).encode()
         except RequestError as error:
-            return self._end(state, error)
+            return self._end([state], error)
         except LIBRARY_ERRORS as error:
             return self._reject(state, error)
-        self._waiting.remove(state)
-        began = state.started_at or 0.0
-        timings = Timings(queue_seconds=began - message.arrived_at, encode_seconds=self._clock() - began)
+        self.queue.remove(message.request_id)
         arrays = {"result": Array("BYTES", (1,), content)}
         if seconds := sum(item.get("seconds", 0.0) for item in state.results):
             arrays["audio_seconds"] = Array("FP64", (1,), struct.pack("<d", seconds))
-        return ArraysReady(message.request_id, arrays, timings, state.num_tokens)
-
-    def _end(self, state: TaskState, error: RequestError) -> RequestFailed:
-        self._waiting.remove(state)
-        return RequestFailed(state.message.request_id, error)
-
-    def _observe(self, started: float, model_seconds: float) -> None:
-        items = [item for _, chosen in self._batch for item in chosen]
-        seconds = self._clock() - started
-        self.stats = StepStats(
-            seconds,
-            num_sequences=len(items),
-            model_seconds=model_seconds,
-            encode_tokens=sum(map(size_of, items)),
-            num_encode_sequences=len(items),
-            throttle_correction=self.throttle_correction.of(seconds),
-        )
-        self._delay.observe(self.stats)
+        return [ArraysReady(message.request_id, arrays, self._timings(state, self._clock()), state.num_tokens)]
 
 
 def size_of(item: Item) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from app.engine.picture_files import read_picture
+from app.engine.transformers.build import import_library
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.weights.files import read_optional
 
@@ -43,6 +44,7 @@ class PictureTower:
 
     def __init__(self, directory: Path, architecture: str, scale: float = 1.0) -> None:
         """Load the tower. Raises `UnsupportedParameter` if the library cannot."""
+        import_library()
         name = architecture.partition("/")[0]
         self._scale, self._cuts_by_number = scale, name in _CUT_BY_NUMBER
         transformers.utils.logging.set_verbosity_error()

@@ -20,7 +20,7 @@ _MIN_DARWIN = 23  # macOS 14: the first whose Metal has BF16, and the oldest tha
 _MIN_DRIVER = {"12": 525, "13": 580}
 DEVICE_KERNELS: Mapping[str, str] = {"cuda": "triton", "mps": "metal"}
 _NO_PROGRAMS = "exported programs are served on processors"
-_NO_EXPERTS = "mixtures of experts are served on processors"
+_NO_EXPERTS = "mixtures of experts are served on processors and NVIDIA GPUs"
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _unsuitable_reason(facts: Facts, kind: str, needs: Needs | None) -> str:
         return ""
     if needs is not None and needs.kind == "program":
         return _NO_PROGRAMS
-    if needs is not None and needs.expert_weights:
+    if needs is not None and needs.expert_weights and kind == "mps":
         return _NO_EXPERTS
     if kind == "mps":
         release = facts.kernel.partition(".")[0]

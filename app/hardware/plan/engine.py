@@ -22,14 +22,16 @@ _NATIVE_SETTINGS: tuple[tuple[str, tuple[object, ...]], ...] = (
 )
 _EXACT = ("auto", "fp32", "bf16", "fp16")
 ONNX_EXTRA = "pip install 'armature-serve[onnx]'"
+_ROUNDED = ("int8", "int4")  # on processors
 BY_TRANSFORMERS = "transformers computes this model"
 _MISSING = (
-    "Missing there: weights in int8 and int4, shared prefixes, speculation, prompt_logprobs and LoRA adapters; it"
-    " is not measured, so its expected speed is an estimate from bytes and operations"
+    "Missing there: GPTQ and a measured cost for weights in int8 and int4, which `auto` therefore does not choose, shared"
+    " prefixes, speculation, prompt_logprobs and LoRA adapters; it is not measured, so its expected speed is an estimate from"
+    " bytes and operations"
 )
 
 
-def decide_engine(settings: Settings, needs: Needs | None) -> Decision[str]:
+def decide_engine(settings: Settings, needs: Needs | None, device: str = "cpu") -> Decision[str]:
     """Decide the engine of a model. Raises `PlanImpossible` for a setting that transformers' engine does not have."""
     if needs is not None and needs.kind == "program":
         return _decide_program_engine(settings, needs)
@@ -44,10 +46,12 @@ def decide_engine(settings: Settings, needs: Needs | None) -> Decision[str]:
             raise PlanImpossible(
                 f"{name} is {value}, but {BY_TRANSFORMERS} ({needs.architecture}), which has no such thing here: leave it out."
             )
-    if is_torchao(settings.weight_format) or settings.weight_format not in _EXACT:
+    chosen = settings.weight_format
+    rounded = _ROUNDED if device == "cpu" else ()
+    if not is_torchao(chosen) and chosen not in (*_EXACT, *rounded):
         raise PlanImpossible(
-            f"Weights in {settings.weight_format} are not offered for a model that transformers computes"
-            f" ({needs.architecture}): leave precision at auto, or set it to bf16 or fp32."
+            f"Weights in {chosen} are not offered on {device} for a model that transformers computes ({needs.architecture}):"
+            f" leave precision at auto, or set it to {', '.join((*_EXACT[1:3], *rounded))}."
         )
     why = "Asked for" if settings.engine == "transformers" else f"{needs.architecture} is not native here"
     return Decision("transformers", f"{why}: the library transformers computes it. {_MISSING}.")

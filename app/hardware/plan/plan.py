@@ -226,8 +226,8 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
         return Decision(False, "Asked for.")
     if served.needs is not None and served.needs.engine == "transformers":
         return Decision(False, f"{BY_TRANSFORMERS.capitalize()}, which verifies no drafts here.")
-    if served.device != "cpu" or (served.needs is not None and not served.needs.generates):
-        return Decision(False, "Only for models that generate, on processors.")
+    if served.needs is not None and not served.needs.generates:
+        return Decision(False, "Only for models that generate.")
     if settings.draft_model is not None:
         return Decision(
             True,
@@ -433,11 +433,18 @@ def _plan_on(
     kind = choice.plan.device
     device = memory_budget.find_device_memory(facts, settings, kind, choice.gpu)
     kernels = software.decide_native_kernels(facts) if device is None else devices.decide_device_kernels(kind)
-    if decide_engine(settings, needs).value == "transformers":
-        kernels = Decision(TORCH_KERNELS, f"{BY_TRANSFORMERS.capitalize()} with torch's own products.")
+    by_library = decide_engine(settings, needs, kind).value == "transformers"
+    if by_library:
+        whole = Decision(TORCH_KERNELS, f"{BY_TRANSFORMERS.capitalize()} with torch's own operations.")
+        layers = f"{BY_TRANSFORMERS.capitalize()}, except linear layers that are held in our forms. {kernels.reason}"
+        kernels = Decision(kernels.value, layers) if device is None and kernels.value != TORCH_KERNELS else whole
     all_threads = _decide_threads(facts, settings, kind)
     node, trials = all_threads.numa_node, TrialTimings.from_measurements(measurements)
+    if kind == "cuda" and needs is not None and needs.expert_weights:  # whose products there are of 16 or 32 bits
+        recipes = [key for key in recipes if (key[0], key[2]) != ("cuda", "int4")]
     built = available_precisions(recipes, kind, facts.architecture, settings)
+    if by_library and settings.weight_format == "auto":
+        built -= set(QUANTIZED_PRECISIONS)
     candidates = PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device)
     weights = decide_weights_and_kv(candidates, kernels, measurements, all_threads.threads)
     cpu = _decide_threads(facts, settings, kind, trials, weights.precision)

@@ -92,6 +92,11 @@ class PrecisionCandidates:
     def kind(self) -> str:
         return "cpu" if self.device is None else self.device.kind
 
+    @property
+    def by_library(self) -> bool:
+        """True if the library transformers computes the model."""
+        return self.needs is not None and self.needs.engine == "transformers"
+
     def cost_phrase(self, name: str) -> str:
         """Return what a quantized precision costs in quality, as a clause."""
         cost = None if self.needs is None else self.needs.quality_costs.get(name)

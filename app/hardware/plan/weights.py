@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.decision import ALL_KINDS, Decided, Decision, Dtype, Measurements, PlanPart, format_bytes
-from app.hardware.facts import Facts
+from app.hardware.facts import Facts, Needs
 from app.hardware.plan import precision
 from app.hardware.plan.capacity import decide_step_tokens
 from app.hardware.plan.devices import decide_kernel_folder
@@ -102,7 +102,7 @@ def decide_weights_and_kv(
     else:
         final_demand = MemoryDemand(candidates.needs, chosen.value, kv_precision.value, node)
         copy = decide_int8_copy(settings, chosen.value, _copy_gain(candidates, final_demand, trials, threads))
-    engine = decide_engine(settings, candidates.needs)
+    engine = decide_engine(settings, candidates.needs, kind)
     return WeightsAndKv(
         engine=engine,
         precision=chosen,
@@ -114,7 +114,7 @@ def decide_weights_and_kv(
         most_few_rows=decide_most_few_rows(measurements, copy.value),
         pack_folder=_graph_folder(settings)
         if engine.value in ("auto", "onnxruntime") and chosen.value == "fp32"
-        else decide_pack_folder(settings, chosen.value, kind),
+        else decide_pack_folder(settings, chosen.value, kind, candidates.by_library),
         kernel_folder=decide_kernel_folder(settings, kind),
         kv_precision=kv_precision,
         kernels=kernels,
@@ -206,6 +206,13 @@ def decide_dtype(candidates: PrecisionCandidates, chosen: str) -> Decision[Dtype
     facts, kind = candidates.facts, candidates.kind
     if chosen == "fp32":
         return Decision("float32", "The dtype of the weights.")
+    if (
+        candidates.by_library
+        and kind == "cpu"
+        and not bf16_products(facts)
+        and not _is_mostly_experts(candidates.needs)
+    ):
+        return Decision("float32", "Torch computes between the products, and this processor has no BF16 products.")
     if chosen == "fp16":
         return Decision("float16", "The dtype of the weights; sums are accumulated in FP32.")
     if is_torchao(chosen):
@@ -223,6 +230,11 @@ def decide_dtype(candidates: PrecisionCandidates, chosen: str) -> Decision[Dtype
             )
         return Decision("bfloat16", f"{products}; between products rows are BF16{needless}.")
     return Decision("bfloat16", "The dtype of the weights; sums are accumulated in FP32.")
+
+
+def _is_mostly_experts(needs: Needs | None) -> bool:
+    """Return True for experts, which transformers multiplies itself: in another dtype they would take twice the memory."""
+    return needs is not None and 2 * needs.expert_weights > needs.num_parameters
 
 
 def decide_kv_precision(
@@ -263,16 +275,22 @@ def _kv_precision_of(dtype: Dtype) -> str:
     return next(name for name, (kv_dtype, _) in KV_PRECISIONS.items() if kv_dtype == dtype)
 
 
-def decide_pack_folder(settings: Settings, chosen: str, kind: str = "cpu") -> Decision[str | None]:
+def decide_pack_folder(
+    settings: Settings, chosen: str, kind: str = "cpu", by_library: bool = False
+) -> Decision[str | None]:
     """Decide the folder in which packed weights are kept for the next start; None: they are packed at each start."""
-    if kind != "cpu":
+    if kind != "cpu" and not by_library:
         return Decision(None, "The GPU packs the weights at each start, while they are read.")
-    if chosen not in QUANTIZED_PRECISIONS:
+    if chosen not in QUANTIZED_PRECISIONS and not by_library:
         return Decision(None, f"Weights in {chosen} are packed at each start, while they are read.")
     folder = settings.cache_directory
     if folder is None:
         return Decision(
             None, "This user has no home directory, so weights are packed at each start; set cache_dir to keep them."
+        )
+    if by_library:
+        return Decision(
+            str(folder), "What can be batched of a model that transformers computes is tried once and kept here."
         )
     return Decision(
         str(folder),

@@ -71,7 +71,8 @@ class ModelConfig:
     the same window. `full_heads`: layers with full attention have other heads of keys and values. `layer_factors`: the
     result of a layer is multiplied by a stored number. `recurrent`: some layers have a recurrent state in place of
     attention. `has_output_gate`: the result of attention is multiplied by the sigmoid of gates, which the product of
-    queries computes too, or if `gates_apart` a product of their own. `mixers`: the layers with attention or a state, in a
+    queries computes too, or if `gates_apart` a product of their own, of which files with `one_gate_a_head` have a row for
+    each head. `mixers`: the layers with attention or a state, in a
     model whose layers have one branch; the inner size of the others is in `inner_sizes`. `weight_factors`: the factors by
     which rows of stored weights are multiplied, by the end of our name. `state_placement`: the placement of layers with a
     state; None: that of all others.
@@ -126,6 +127,7 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None
     has_output_gate: bool = False
     gates_apart: bool = False
+    one_gate_a_head: bool = False
     mixers: tuple[bool, ...] = ()
     weight_factors: tuple[tuple[str, RowFactors], ...] = ()
     state_placement: Placement | None = None
@@ -335,7 +337,7 @@ def _activation(config: ConfigReader, family: DecoderFamily) -> Activation:
 
 def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -> tuple[str, ...]:
     """Return `full_attention` or `sliding_attention` for each layer, from config.json or the family's rule."""
-    reads = family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe") and not family.is_hybrid
+    reads = family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe", "lfm3") and not family.is_hybrid
     if config.has("layer_types") and reads:
         return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))
     slides = family.slides

@@ -184,6 +184,30 @@ _LFM2 = DecoderFamily(
     },
 )
 
+_LFM3 = replace(
+    _LFM2,
+    model_type="lfm3",
+    title="LFM3",
+    aliases={},
+    head_dim=128,
+    sliding_ropes=True,
+    fields={"placement": "sandwich"},
+    read=values.lfm3,
+    parts={**_LFM2.parts, ".self_attn.g_proj.": ".self_attn.gate_proj."},
+    names={
+        "model.embedding_norm": "model.norm",
+        **layer_names(
+            "model.layers",
+            {
+                "operator_norm": "input_layernorm",
+                "post_operator_norm": "post_attention_layernorm",
+                "ffn_norm": "pre_feedforward_layernorm",
+                "post_ffn_norm": "post_feedforward_layernorm",
+            },
+        ),
+    },
+)
+
 _MISTRAL = DecoderFamily(
     model_type="mistral",
     title="Mistral",
@@ -475,6 +499,7 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
         has_mlp_bias=True,
     ),
     "Lfm2ForCausalLM": _LFM2,
+    "Lfm3ForCausalLM": _LFM3,
     "Lfm2MoeForCausalLM": replace(
         _LFM2,
         model_type="lfm2_moe",

@@ -87,7 +87,7 @@ def _shared_experts(config: ConfigReader, layers: Sequence[bool], count: int, to
 
 def qwen3_next(config: ConfigReader, fields: Fields) -> Fields:
     return {
-        **delta_rule(config, fields, is_fused=True),
+        **delta_rule(config, fields, is_fused=config.boolean("fused_products", True)),
         **_shared_experts(config, expert_values.sparse_layers(config, fields), 512, 10),
     }
 
@@ -152,6 +152,7 @@ def granite_hybrid(config: ConfigReader, fields: Fields) -> Fields:
     count = fields["num_layers"]
     layers = _layers_with_state(config, fields) if config.has("layer_types") else (True,) * count
     found = {**values.granite(config, fields), **mamba(config, fields, layers)}
+    found["fused_gate_up"] = config.boolean("fused_products", True)  # false in GGUF files
     if config.values.get("position_embedding_type") != "rope":
         found["ropes"] = (None,) * count
     shared = config.integer("shared_intermediate_size", 1024)
@@ -337,7 +338,6 @@ RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
         model_type="granitemoehybrid",
         title="Granite 4 with Mamba-2",
         aliases={"layer_types": "layers_block_type"},
-        fields={"fused_gate_up": True},
         read=granite_hybrid,
         parts=GRANITE_MOE_PARTS,
         is_hybrid=True,

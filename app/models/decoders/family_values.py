@@ -197,13 +197,15 @@ def lfm2(config: ConfigReader, fields: Fields) -> Fields:
     return {**convolutions(config, fields), "intermediate_size": size}
 
 
-def convolutions(config: ConfigReader, fields: Fields) -> Fields:
-    """Read which layers of LFM2 have a short convolution, and whether embeddings are tied."""
+def convolutions(config: ConfigReader, fields: Fields, words: tuple[str, ...] | None = None, width: int = 3) -> Fields:
+    """Read which layers of LFM2 have a short convolution, and whether embeddings are tied; `width`: a default."""
     refuse(config, "conv_bias", False, "a bias of short convolutions")
-    layers, width = fields["num_layers"], config.integer("conv_L_cache", 3)
+    layers, width = fields["num_layers"], config.integer("conv_L_cache", width)
     attends = config.values.get("full_attn_idxs")
-    if config.has("layer_types"):
-        convolves = tuple(name == "conv" for name in known_texts(config, "layer_types", layers, "conv full_attention"))
+    if words is None and config.has("layer_types"):
+        words = known_texts(config, "layer_types", layers, "conv full_attention")
+    if words is not None:
+        convolves = tuple(name == "conv" for name in words)
     else:
         convolves = tuple(isinstance(attends, list) and layer not in attends for layer in range(layers))
     if all(convolves):
@@ -215,6 +217,31 @@ def convolutions(config: ConfigReader, fields: Fields) -> Fields:
     return {
         "convolution": ConvolutionConfig(width, convolves) if any(convolves) else None,
         "tie_embeddings": config.boolean("tie_embedding", fields["tie_embeddings"]),
+    }
+
+
+def lfm3(config: ConfigReader, fields: Fields) -> Fields:
+    """Read LFM3: convolutions, windows and full attention in turn, each with its rotary embedding, and a gate a head."""
+    refuse(config, "use_sandwich_norm", True, "layers without norms after their branches")
+    count, size = fields["num_layers"], fields["head_dim"]
+    words = tuple(
+        "full_attention" if layer % 4 == 2 else "sliding_attention" if layer % 4 == 0 and layer else "conv"
+        for layer in range(count)
+    )
+    if config.has("layer_types"):
+        words = known_texts(config, "layer_types", count, "conv full_attention sliding_attention")
+    full = fields["ropes"][0]
+    if not config.has("rope_parameters"):
+        full = RopeConfig(1_000_000.0, size, "proportional", num_rotated=size // 4)
+    theta = config.section("rope_parameters").section("sliding_attention").number("rope_theta", 10_000.0)
+    slides = [word == "sliding_attention" for word in words]
+    window = config.integer("sliding_window", 256)
+    gates = config.boolean("use_attention_gate", True)
+    return {
+        **convolutions(config, fields, words, 7),
+        "windows": tuple(window if one else None for one in slides),
+        "ropes": tuple(RopeConfig(theta, size) if one else full for one in slides),
+        **({"has_output_gate": True, "gates_apart": True, "one_gate_a_head": True} if gates else {}),
     }
 
 

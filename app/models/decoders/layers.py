@@ -48,7 +48,7 @@ from armature_kernels.elementwise.norms import (
 from armature_kernels.elementwise.routing import route
 from armature_kernels.elementwise.routing_rule import Routing
 from armature_kernels.linear.activations import Activations, RowGroups, quantize, unquantized
-from armature_kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
+from armature_kernels.linear.experts import DeviceExpertStack, ExpertForms, ExpertStack, run_experts_torch
 from armature_kernels.linear.linear import Linear, LinearForm
 
 
@@ -471,7 +471,7 @@ class MixtureOfExperts(nn.Module):
             if experts.selection_bias
             else None
         )
-        self._stacks: dict[str, tuple[tuple[LinearForm, ...], ExpertStack | None]] = {}
+        self._stacks: dict[str, tuple[tuple[LinearForm, ...], ExpertStack | DeviceExpertStack | None]] = {}
 
     @property
     def first(self) -> Linear:
@@ -507,7 +507,7 @@ class MixtureOfExperts(nn.Module):
         ]
         known = tuple(form for one in forms for form in (one.gate_up, one.down))
         if name not in self._stacks or self._stacks[name][0] != known:  # forms change while weights are packed
-            self._stacks[name] = (known, ExpertStack.of(forms))
+            self._stacks[name] = (known, DeviceExpertStack.of(forms) or ExpertStack.of(forms))
         stack = self._stacks[name][1]
         if stack is not None:
             stack.add_to(hidden, rows, ids, weights, self.activation)

@@ -107,6 +107,18 @@ class GroupedRows:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RepeatedRows:
+    """Rows of which the file has one for each of `heads`; here each follows itself `times` times."""
+
+    heads: int
+    times: int
+
+    def stored_rows(self) -> tuple[int, ...]:
+        """Return the row in the file of each row here."""
+        return tuple(head for head in range(self.heads) for _ in range(self.times))
+
+
 @cache
 def _stored_rows(order: HeadRows) -> tuple[int, ...]:
     return tuple(
@@ -132,8 +144,10 @@ def _elements(order: HeadRows, is_value: bool) -> Iterator[int]:
         yield 2 * (element % half) + element // half if element < 2 * half else element
 
 
-def head_rows(config: ModelConfig, name: str) -> HeadRows | GroupedRows | None:
+def head_rows(config: ModelConfig, name: str) -> HeadRows | GroupedRows | RepeatedRows | None:
     """Return the order of the stored rows of a tensor, by our name; None: as here."""
+    if config.one_gate_a_head and name.endswith(".self_attn.gate_proj.weight"):
+        return RepeatedRows(config.num_heads, config.head_dim)
     if (
         config.has_output_gate
         and not config.gates_apart

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from io import BufferedReader
 from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import AskedValues, ConfigReader, unknown_keys
-from app.weights.files import join_names, open_regular
+from app.weights.files import join_names
+from app.weights.gguf.hybrid import BY_LAYER, READERS, ROPE_DIVISORS, LayerValues, factor, floats, granite
 from app.weights.gguf.reader import GgufModel, GgufTensor
 
 # Names in a layer `blk.N` and in `model.layers.N`.
@@ -27,6 +26,9 @@ EXPERT_NAMES: Mapping[str, str] = {
 WHOLE_NAMES: Mapping[str, str] = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp.scale": "mlp.router_norm.weight",
+    "ffn_down_exps.scale": "mlp.gate.per_expert_scale",
+    "layer_output_scale.weight": "layer_scalar",
 }
 # Tensors of all experts, and the weights of one expert in them, one below the other.
 MERGED_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -40,7 +42,7 @@ _SINGLE = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
 # Whether llama.cpp divides the weights of a token's experts by their sum, by model type. GLM's files say it.
 RENORMALIZES: Mapping[str, bool] = {
     "mixtral": True, "granitemoe": True, "qwen2_moe": False, "qwen3_moe": True, "olmoe": False,
-    "gpt_oss": True,
+    "gpt_oss": True, "qwen3_next": True, "qwen3_5_moe_text": True, "granitemoehybrid": True, "gemma4_text": True,
 }  # fmt: skip
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3  # `enum llama_expert_gating_func_type`
 log = logging.getLogger(__name__)
@@ -52,12 +54,10 @@ _OTHER_FILES: Mapping[str, str] = {
     "vocab": "a vocabulary without weights",
 }
 # Tensors that hold divisors of the rotary frequencies; config.json has them as lists.
-ROPE_DIVISORS = "rope_freqs.weight"
 ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 # Gemma's 27B models scale attention by the width of a head in the hidden state instead of that of a key
 # (llama-model.cpp, by the number of layers).
 _GEMMA_WIDE_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
-_MAX_DIVISORS = 2**16
 # Read where another value asks for them, or about vectors, other modalities and how a model was trained. A token of a text
 # has one number as each of its positions in `rope.dimension_sections`.
 WITHOUT_EFFECT = frozenset(
@@ -80,11 +80,12 @@ def expert_values(model_type: str, read: ConfigReader) -> dict[str, Any]:
         "norm_topk_prob": RENORMALIZES.get(model_type, False),
     }
     scale = factor(read, "expert_weights_scale")
-    has_sigmoid = model_type == "glm4_moe"
-    rule = {"glm4_moe": SIGMOID, "gpt_oss": SOFTMAX_WEIGHT}.get(model_type, SOFTMAX)
+    has_sigmoid = model_type in ("glm4_moe", "nemotron_h")
+    rule = {"gpt_oss": SOFTMAX_WEIGHT}.get(model_type, SIGMOID if has_sigmoid else SOFTMAX)
     if read.integer("expert_gating_func", 0, at_least=0) not in (0, rule):
         raise CheckpointInvalid(f"{read.where}.expert_gating_func is not the one of this architecture in llama.cpp.")
     if has_sigmoid:
+        values["n_routed_experts"] = values["num_local_experts"]
         return values | {
             "norm_topk_prob": read.boolean("expert_weights_norm", False),
             "routed_scaling_factor": scale,
@@ -100,11 +101,6 @@ def expert_values(model_type: str, read: ConfigReader) -> dict[str, Any]:
     if model_type == "qwen2_moe":
         values["shared_expert_intermediate_size"] = read.integer("expert_shared_feed_forward_length", inner)
     return values
-
-
-def factor(read: ConfigReader, name: str, default: float = 1.0) -> float:
-    """Return a factor; one that is missing or 0 has its default."""
-    return read.number(name) if read.values.get(name) else default
 
 
 def expert_tensors(name: str, tensor: GgufTensor, experts: int) -> Iterator[tuple[str, GgufTensor]]:
@@ -130,15 +126,18 @@ def expert_tensors(name: str, tensor: GgufTensor, experts: int) -> Iterator[tupl
 class GgufFamily:
     """An architecture of llama.cpp.
 
-    `interleaves_heads`: rows of queries and keys are ordered for a rotary embedding of neighbours. `is_gemma`: norms
-    are stored with 1 added, and named for both sides of each branch.
+    `interleaves_heads`: rows of queries and keys are ordered for a rotary embedding of neighbours. `is_gemma`: norms are
+    named for both sides of each branch. `adds_one`: norms are stored with 1 added, except in layers with a state.
+    `has_experts`: None if a model may have some. `tiles_values`: heads of values are ordered for a repetition of all keys.
     """
 
     architecture: str
     model_type: str
     interleaves_heads: bool = False
     is_gemma: bool = False
-    has_experts: bool = False
+    adds_one: bool = False
+    has_experts: bool | None = False
+    tiles_values: bool = False
 
 
 FAMILIES: Mapping[str, GgufFamily] = {
@@ -147,14 +146,26 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3"),
     "phi3": GgufFamily("Phi3ForCausalLM", "phi3"),
-    "gemma2": GgufFamily("Gemma2ForCausalLM", "gemma2", is_gemma=True),
-    "gemma3": GgufFamily("Gemma3ForCausalLM", "gemma3_text", is_gemma=True),
+    "gemma2": GgufFamily("Gemma2ForCausalLM", "gemma2", is_gemma=True, adds_one=True),
+    "gemma3": GgufFamily("Gemma3ForCausalLM", "gemma3_text", is_gemma=True, adds_one=True),
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", "qwen2_moe", has_experts=True),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", "qwen3_moe", has_experts=True),
     "olmoe": GgufFamily("OlmoeForCausalLM", "olmoe", has_experts=True),
     "granitemoe": GgufFamily("GraniteMoeForCausalLM", "granitemoe", interleaves_heads=True, has_experts=True),
     "glm4moe": GgufFamily("Glm4MoeForCausalLM", "glm4_moe", has_experts=True),
     "gpt-oss": GgufFamily("GptOssForCausalLM", "gpt_oss", has_experts=True),
+    "gemma4": GgufFamily("Gemma4ForCausalLM", "gemma4_text", has_experts=None),
+    "qwen35": GgufFamily("Qwen3_5ForCausalLM", "qwen3_5_text", adds_one=True, tiles_values=True),
+    "qwen35moe": GgufFamily(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", adds_one=True, tiles_values=True, has_experts=True
+    ),
+    "qwen3next": GgufFamily("Qwen3NextForCausalLM", "qwen3_next", adds_one=True, has_experts=True),
+    "granitehybrid": GgufFamily(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", interleaves_heads=True, has_experts=None
+    ),
+    "nemotron_h": GgufFamily("NemotronHForCausalLM", "nemotron_h"),
+    "nemotron_h_moe": GgufFamily("NemotronHForCausalLM", "nemotron_h", has_experts=True),
+    "falcon-h1": GgufFamily("FalconH1ForCausalLM", "falcon_h1"),
 }
 # A file of the architecture `llama` that has experts.
 MIXTRAL = GgufFamily("MixtralForCausalLM", "mixtral", interleaves_heads=True, has_experts=True)
@@ -243,7 +254,7 @@ def family_of(model: GgufModel) -> GgufFamily:
         )
     has_experts = read.integer(f"{name}.expert_count", 0, at_least=0) > 0
     family = MIXTRAL if has_experts and name == "llama" else FAMILIES[name]
-    if has_experts != family.has_experts:
+    if family.has_experts is not None and has_experts != family.has_experts:
         said = "a mixture of experts" if has_experts else "no mixture of experts"
         raise CheckpointInvalid(f"{model.file.name} is {said}, which is not supported for architecture {name!r}.")
     return family
@@ -260,6 +271,8 @@ def config_values(model: GgufModel) -> dict[str, Any]:
             if key.startswith(f"{name}.")
         }
     )
+    if family.model_type in READERS:
+        own.update({key: max(own[key]) for key in BY_LAYER if isinstance(own.get(key), tuple)})
     read = ConfigReader(own, f"{model.file.name}: {name}")
     heads, hidden_size = read.integer("attention.head_count"), read.integer("embedding_length")
     head_dim = read.integer("attention.key_length", max(1, hidden_size // heads))
@@ -274,14 +287,15 @@ def config_values(model: GgufModel) -> dict[str, Any]:
         "model_type": family.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": read.integer("feed_forward_length"),
+        "intermediate_size": read.integer("feed_forward_length", *_inner_of_experts(family, read)),
         "num_hidden_layers": read.integer("block_count") - further,
         "num_nextn_predict_layers": further,
         "num_attention_heads": heads,
         "num_key_value_heads": read.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": read.integer("context_length"),
-        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": _epsilon(family, read),
+        "layer_norm_epsilon": _epsilon(family, read),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
         "qkv_bias": "blk.0.attn_q.bias" in model.tensors,
@@ -293,10 +307,12 @@ def config_values(model: GgufModel) -> dict[str, Any]:
     }
     if family.is_gemma:
         values |= _gemma(name, read, hidden_size // heads, head_dim)
-    if family.has_experts:
+    if read.values.get("expert_count"):
         values |= expert_values(family.model_type, read)
     if family.model_type == "granitemoe":
-        values |= _granite(read, head_dim)
+        values |= granite(read, head_dim)
+    if family.model_type in READERS:
+        values |= READERS[family.model_type](LayerValues(model, read, values["num_hidden_layers"]))
     if family.model_type == "gpt_oss":  # as it is published: without rounding YaRN's borders, as llama.cpp does
         values["rope_scaling"] = {"rope_type": "default", **values.get("rope_scaling", {}), "truncate": False}
     unknown = unknown_keys(own, f"{model.file.name}: {name}", REFUSED, WITHOUT_EFFECT)
@@ -305,6 +321,18 @@ def config_values(model: GgufModel) -> dict[str, Any]:
             "%s: not known here and without effect: %s", model.file.name, join_names([one[:80] for one in unknown])
         )
     return values
+
+
+def _inner_of_experts(family: GgufFamily, read: ConfigReader) -> tuple[int, ...]:
+    """Return the default of the inner size of an MLP, which a family may not have."""
+    return (read.integer("expert_feed_forward_length"),) if family.model_type == "qwen3_5_moe_text" else ()
+
+
+def _epsilon(family: GgufFamily, read: ConfigReader) -> float:
+    name = "attention.layer_norm_rms_epsilon"
+    if family.model_type == "nemotron_h" and not read.has(name):
+        name = "attention.layer_norm_epsilon"
+    return read.number(name)
 
 
 def _windows(family: GgufFamily, read: ConfigReader) -> dict[str, Any]:
@@ -333,15 +361,6 @@ def _gemma(name: str, read: ConfigReader, hidden_per_head: int, head_dim: int) -
     return values
 
 
-def _granite(read: ConfigReader, head_dim: int) -> dict[str, Any]:
-    return {
-        "attention_multiplier": factor(read, "attention.scale", head_dim**-0.5),
-        "embedding_multiplier": factor(read, "embedding_scale"),
-        "residual_multiplier": factor(read, "residual_scale"),
-        "logits_scaling": factor(read, "logit_scale"),
-    }
-
-
 def _rope(model: GgufModel, read: ConfigReader, head_dim: int) -> dict[str, Any]:
     """Return the values of the rotary embedding; single frequencies' divisors are given as longrope's factors."""
     longest, dim = read.integer("context_length"), read.integer("rope.dimension_count", head_dim)
@@ -354,13 +373,13 @@ def _rope(model: GgufModel, read: ConfigReader, head_dim: int) -> dict[str, Any]
             "original_max_position_embeddings": original,
             "rope_scaling": {
                 "rope_type": "longrope",
-                "short_factor": _numbers(short),
-                "long_factor": _numbers(long),
+                "short_factor": floats(short),
+                "long_factor": floats(long),
                 "attention_factor": read.optional_number("rope.scaling.attn_factor"),
             },
         }
-    if divisors is not None:
-        each = _numbers(divisors)
+    if divisors is not None and model.metadata["general.architecture"] != "gemma4":
+        each = floats(divisors)
         scaling = {"rope_type": "longrope", "short_factor": each, "long_factor": each, "attention_factor": 1.0}
         return values | {"rope_scaling": scaling | {"original_max_position_embeddings": longest}}
     linear = read.values.get("rope.scale_linear") or 1.0  # in files of 2023
@@ -373,14 +392,6 @@ def _rope(model: GgufModel, read: ConfigReader, head_dim: int) -> dict[str, Any]
         if read.has(f"rope.scaling.{theirs}"):
             scaling[ours] = read.number(f"rope.scaling.{theirs}")
     return values | {"rope_scaling": scaling}
-
-
-def _numbers(tensor: GgufTensor) -> list[float]:
-    if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_DIVISORS:
-        raise CheckpointInvalid(f"{tensor.file.name}: the factors of rotary embeddings must be one row of F32.")
-    with BufferedReader(open_regular(tensor.file)) as stream:
-        stream.seek(tensor.start)
-        return list(struct.unpack(f"<{tensor.shape[0]}f", stream.read(4 * tensor.shape[0])))
 
 
 def _one_of_all(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Translates the vocabulary of a GGUF file into a tokenizer.json and a tokenizer_config.json.
 
 `gpt2` is a byte-level BPE with merges, whose text is split by a regular expression that the file names
-(`tokenizer.ggml.pre`); `llama` is a sentencepiece BPE with scores and tokens for single bytes.
+(`tokenizer.ggml.pre`); `llama` is a sentencepiece BPE with scores and tokens for single bytes; `gemma4` is one with merges.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _MAX_TOKEN_CHARACTERS = 2**10
 _TURN_ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> <|return|> <|call|>".split()
 )
+_GEMMA_ENDS = frozenset(("<turn|>", "<|tool_response>"))  # of Gemma 4, whose files have one as a token to show
 _HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))  # of gpt-oss, where <|end|> ends a message and not a turn
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,6 +29,7 @@ _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+_QWEN35 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SEED = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -103,10 +105,12 @@ SPLITS: Mapping[str, _Split] = {
     "starcoder": _Split(separates_digits=True),
     "command-r": _Split(separates_digits=True, normalizes=True),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3"), _Split((_LLAMA3,), keeps_words=True, adds_bos=True)
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"),
+        _Split((_LLAMA3,), keeps_words=True, adds_bos=True),
     ),
     **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Split((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Split((_QWEN2,), normalizes=True)),
+    "qwen35": _Split((_QWEN35,), normalizes=True),
     "tekken": _Split((_cased("", ""),), keeps_words=True, adds_bos=True),
     "gpt-4o": _Split((_cased(f"{_CONTRACTIONS}?", "{1,3}"),)),
     "seed-coder": _Split((_SEED,)),
@@ -143,9 +147,11 @@ class _TokenizerConverter:
         own = {key.removeprefix("tokenizer.ggml."): value for key, value in model.metadata.items()}
         self._name, self._read, self._metadata = name, ConfigReader(own, f"{name}: tokenizer.ggml"), model.metadata
         self._kind = self._read.text("model", "")
-        if self._kind not in ("gpt2", "llama"):
+        if self._kind not in ("gpt2", "llama", "gemma4"):
             said = f"a tokenizer of kind {self._kind[:40]!r}" if self._kind else "no tokenizer"
-            raise CheckpointInvalid(f"{name} has {said}; supported are 'gpt2' (byte-level BPE) and 'llama' (scores).")
+            raise CheckpointInvalid(
+                f"{name} has {said}; supported are 'gpt2' (byte-level BPE), 'llama' (scores) and 'gemma4'."
+            )
         self.tokens = self._texts("tokens")
         if not self.tokens or len(set(self.tokens)) != len(self.tokens):
             raise CheckpointInvalid(f"{name}: tokenizer.ggml.tokens is empty or has a token twice.")
@@ -185,6 +191,8 @@ class _TokenizerConverter:
         ids = {self._read.integer(key, at_least=0) for key in keys if self._read.has(key)}
         control = {token: place for place, token in enumerate(self.tokens) if self.types[place] == _CONTROL}
         ends = _TURN_ENDS & control.keys()
+        if self._kind == "gemma4":
+            ids |= {place for place, token in enumerate(self.tokens) if token in _GEMMA_ENDS}
         if ends >= _HARMONY_ENDS:
             ends -= {"<|end|>"}
         return frozenset(ids | {control[token] for token in ends})
@@ -204,9 +212,7 @@ class _TokenizerConverter:
         return SPLITS[name]
 
     def _byte_level(self, split: _Split) -> dict[str, Any]:
-        merges = [merge.split(" ") for merge in self._texts("merges")]
-        if any(len(pair) != 2 for pair in merges):
-            raise CheckpointInvalid(f"{self._name}: tokenizer.ggml.merges must be pairs of tokens with a space.")
+        merges = self._merges()
         steps: list[dict[str, Any]] = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
             for pattern in split.patterns
@@ -222,11 +228,13 @@ class _TokenizerConverter:
         }
 
     def _scored(self) -> dict[str, Any]:
-        """Return a sentencepiece BPE: the pair whose joined token has the highest score is merged first."""
+        """Return a sentencepiece BPE: the pair whose joined token has the highest score is merged first, or as listed."""
         scores = self._optional("scores", float, len(self.tokens))
-        if scores is None:
+        is_listed = self._kind == "gemma4"
+        if scores is None and not is_listed:
             raise CheckpointInvalid(f"{self._name}: tokenizer.ggml.scores are missing.")
-        prefix = self._read.boolean("add_space_prefix", True)
+        merges = self._merges() if is_listed or scores is None else self._merges_of_scores(scores)
+        prefix = self._read.boolean("add_space_prefix", not is_listed)
         steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _META_SPACE}] if prefix else []
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": _META_SPACE}
         decoders: list[dict[str, Any]] = [
@@ -237,13 +245,24 @@ class _TokenizerConverter:
         if prefix:
             decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
         unknown = next((token for token, kind in zip(self.tokens, self.types, strict=True) if kind == _UNKNOWN), None)
-        model = self._bpe(self._merges_of_scores(scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        model = self._bpe(merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
         return {
             "normalizer": {"type": "Sequence", "normalizers": [*steps, replace]},
             "pre_tokenizer": None,
             "decoder": {"type": "Sequence", "decoders": decoders},
             "model": model,
         }
+
+    def _merges(self) -> list[list[str]]:
+        """Return the listed pairs, of which the first token may begin with a space. Raises `CheckpointInvalid`."""
+        merges = [
+            [merge[:1] + first, second]
+            for merge in self._texts("merges")
+            for first, _, second in [merge[1:].partition(" ")]
+        ]
+        if not all(first and second and " " not in second for first, second in merges):
+            raise CheckpointInvalid(f"{self._name}: tokenizer.ggml.merges must be pairs of tokens with a space.")
+        return merges
 
     def _merges_of_scores(self, scores: Sequence[float]) -> list[list[str]]:
         """Return every way to join two tokens to a third, in descending order of the third's score."""

@@ -39,7 +39,8 @@ GPTQ_BITS = (2, 3, 4, 8)
 _FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero: the first version stores zeros less 1
 _WORD = 32  # bits
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_MXFP4_PACKED = "mxfp4-pack-quantized"
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", _MXFP4_PACKED)
 _PACKED_BITS = (4, 8)
 _Join = Callable[[Parts, ConfigReader], dict[str, PackedEntry]]
 MLX = "mlx"
@@ -299,7 +300,8 @@ def fp8_entry(parts: Parts, stem: str, scale: str, block: tuple[int, int] | None
 
 def join_compressed(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
     scheme = _scheme(config)
-    found = {f"{stem}.weight": _packed(parts, stem, scheme) for stem in parts.stems(".weight_packed")}
+    packed = _packed_floats if config.text("format") == _MXFP4_PACKED else _packed
+    found = {f"{stem}.weight": packed(parts, stem, scheme) for stem in parts.stems(".weight_packed")}
     for stem in parts.stems(".weight_scale"):
         codes = parts.tensors.get(f"{stem}.weight")
         if codes is not None and codes.dtype == "I8":
@@ -378,6 +380,21 @@ def _packed(parts: Parts, stem: str, scheme: _Scheme) -> PackedEntry:
     return packed_entry(
         (outputs, inputs), kind, CodeLayout.WORDS, stored, form=form, bits=scheme.bits, group=size, middle=middle
     )
+
+
+def _packed_floats(parts: Parts, stem: str, scheme: _Scheme) -> PackedEntry:
+    """Return a weight in MXFP4, whose rows are stored one after the other."""
+    codes = parts.take(f"{stem}.weight_packed", ("U8",))
+    outputs, inputs = codes.shape[0], 2 * codes.shape[1]
+    if (scheme.bits, scheme.group, scheme.symmetric) != (4, GROUP, True) or inputs % GROUP:
+        raise CheckpointInvalid(
+            f"config.json: weights in {_MXFP4_PACKED} have 4 bits in groups of {GROUP} without zero points, and"
+            f" {stem[:120]} does not."
+        )
+    grid = (outputs, 1, inputs // GROUP)
+    scales = parts.take(f"{stem}.weight_scale", ("U8",), (outputs, inputs // GROUP))
+    stored = {"codes": replace(codes, shape=(*grid, _BLOCK_BYTES)), "scales": replace(scales, shape=grid)}
+    return packed_entry((outputs, inputs), "MXFP4", CodeLayout.MXFP4, stored, form="int8/32", group=GROUP)
 
 
 def _integers(parts: Parts, stem: str, scheme: _Scheme) -> PackedEntry:

@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,10 +126,40 @@ def test_prompts_of_this_step_are_laid_out_as_the_batch_is(gpu: torch.device) ->
         assert torch.equal(value[first : first + count], kv.values[rows])
 
 
-def test_how_a_context_is_cut_depends_on_the_bucket_and_the_heads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_the_sequence_that_pads_a_step_are_read_within_its_table(gpu: torch.device) -> None:
+    """It may have more tokens than a slot has pages; its slot is the last row of the tables."""
+    _, kv, step = made_step(Shape(2, 1, 32), [(70, 70)], 0, gpu)
+    step = replace(
+        step,
+        tables=torch.cat((step.tables, torch.zeros_like(step.tables[:1]))),
+        slots=torch.tensor([int(step.slots[0]), len(step.tables)], dtype=torch.int32, device=gpu),
+        starts=torch.tensor([0, 70, 270], dtype=torch.int32, device=gpu),
+        max_queries=200,
+    )
+    kv.keys[:PAGE_TOKENS], kv.values[:PAGE_TOKENS] = 5.0, 6.0
+    key, value = gather_fresh_kv(kv, step, 270)
+    assert (key[70:] == 5.0).all() and (value[70:] == 6.0).all() and not key[:70].isnan().any()
+
+
+def test_padding_behind_decodes_and_prompts_is_zero(gpu: torch.device) -> None:
+    equal_to_the_twin(Shape(4, 2, 32), [(1, 100), (1, 0), (5, 5), (60, 0), (0, 0)], 2, PLAIN, gpu)
+
+
+def test_a_long_context_beside_others_is_read_in_parts(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_TARGET_PROGRAMS", 1)
+    monkeypatch.setattr(attention, "PART_TOKENS", 64)
+    equal_to_the_twin(Shape(4, 2, 32), [(1, 200), (1, 3)], 2, PLAIN, gpu)
+
+
+def test_how_a_context_is_cut_depends_on_the_bucket_the_heads_and_the_bound_of_the_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     assert [num_splits(8 * bucket) for bucket in (1, 2, 4, 8, 16, 24, 64, 256)] == [64, 32, 16, 8, 4, 4, 1, 1]
     assert num_splits(1) == 64
+    assert [num_splits(8 * 64, length) for length in (8192, 8193, 100_000, 10**7)] == [1, 2, 16, 64], (
+        "a long context among 64 others is not read by 8 programs alone"
+    )
 
 
 def test_blocks_fit_the_memory_of_the_smallest_gpu() -> None:

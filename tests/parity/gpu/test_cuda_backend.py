@@ -25,6 +25,7 @@ from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.paged import PackedTexts, attend_texts_padded_torch, paged_attention_torch
 from armature_kernels.triton import attention, prompts
 from paged_steps import Shape, made_step
+from planned_machines import bare_plan
 
 BF16 = torch.bfloat16
 
@@ -129,3 +130,34 @@ def test_without_triton_the_references_serve(
     found = backend.attention(query, kv, step, AttentionSpec(0.3))
     assert served == []
     assert torch.equal(found, paged_attention_torch(query, kv, step, AttentionSpec(0.3)))
+
+
+def test_memory_that_serves_captured_steps_alone_is_not_free(
+    backend: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def segment(pool: tuple[int, int], total: int, used: int) -> dict[str, object]:
+        return {"device": 0, "segment_pool_id": pool, "total_size": total, "allocated_size": used}
+
+    segments = [segment((0, 0), 500, 300), segment((0, 1), 4000, 10)]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert backend.free_bytes() == 1000 + 200
+
+
+def test_products_of_halves_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in (
+        ("init", None), ("set_device", None), ("get_device_capability", (9, 0)), ("get_device_name", "a GPU"),
+        ("Stream", None), ("graph_pool_handle", (0, 1)),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    options = torch.backends.cuda.matmul
+    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before, threads = [getattr(options, name) for name in names], torch.get_num_threads()
+    try:
+        for name in names:
+            setattr(options, name, True)
+        CudaBackend(BF16).configure(bare_plan(device="cuda", threads=threads))
+        assert [getattr(options, name) for name in names] == [False, False]
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(options, name, value)

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from armature_kernels.linear import device_int4
 from armature_kernels.linear.device_int4 import DeviceInt4Factory, dequantize_torch
 from armature_kernels.triton.elementwise import dequantize
-from compiled_kernels import compile_all
+from compiled_kernels import CAPABILITIES, compile_all
 from tiled_codes import TiledCodes, fresh_scratch
 
 
@@ -36,8 +36,9 @@ def test_what_is_written_out_is_what_the_codes_mean(
 
 
 @pytest.mark.nightly
-def test_it_compiles_and_keeps_within_registers() -> None:
-    found = compile_all("launches_int4", 90)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_it_compiles_and_keeps_within_registers(capability: int) -> None:
+    found = compile_all("launches_int4", capability)
     assert {one.kernel for one in found} == {"_dequantize"} and not any(one.stack for one in found)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from app.engine.sampling.rows import COLUMNS, SamplingTensors, sample_greedy, sample_random_torch, uniform_number
 from app.engine.scheduler.batch import NOT_FINITE
 from armature_kernels.triton.sampling import _COLUMNS, sample_rows
-from compiled_kernels import compile_all
+from compiled_kernels import CAPABILITIES, compile_all
 
 BLOCK = 128  # of a row at a time, so that rows have several
 
@@ -104,7 +104,8 @@ def test_rows_of_temperature_nought_are_greedy(gpu: torch.device) -> None:
 
 
 @pytest.mark.nightly
-def test_it_compiles_and_keeps_within_registers() -> None:
-    found = compile_all("launches_sampling", 90)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_it_compiles_and_keeps_within_registers(capability: int) -> None:
+    found = compile_all("launches_sampling", capability)
     assert [one.kernel for one in found] == ["_sample"] * 2
     assert all(one.stack == 0 for one in found)

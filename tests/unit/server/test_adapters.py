@@ -8,13 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from app.errors import CheckpointInvalid, InvalidRequest, PlanImpossible, SettingsInvalid
-from app.server.adapters import AdapterReader, check_device, planned_adapters
+from app.errors import CheckpointInvalid, InvalidRequest, SettingsInvalid
+from app.server.adapters import AdapterReader, planned_adapters
 from app.server.prepare import prepare
 from app.settings import Settings, load_settings
 from app.weights.lora.adapter import LoraAdapter, ServedAdapters
 from app.weights.open import open_model
-from planned_machines import bare_plan
 from tiny_adapters import write_adapter
 from tiny_checkpoints import write_checkpoint
 
@@ -99,13 +98,6 @@ def test_the_memory_of_all_places_is_planned(base: Path, tmp_path: Path) -> None
     assert prepared.needs.adapter_elements == prepared.adapters.num_elements
     more = prepared.plan.memory.weight_bytes - alone.plan.memory.weight_bytes
     assert more == 4 * prepared.adapters.num_elements
-
-
-def test_a_gpu_is_refused() -> None:
-    plan = bare_plan(device="cuda")
-    check_device(None, plan)
-    with pytest.raises(PlanImpossible, match="set device=cpu"):
-        check_device(ServedAdapters({}, {}, 1, 1), plan)
 
 
 class FakeSlots:

@@ -32,7 +32,7 @@ def test_a_figure_is_found_and_held_against_what_is_asked() -> None:
 
 
 def test_a_missing_figure_is_never_a_number() -> None:
-    rows = rows_of({}, {"idle": "there is no device"})
+    rows = rows_of({}, {"steps": "there is no device"})
     cells = [row.cells() for row in rows]
     assert {found for _, _, found in cells} == {"not measured", "there is no device"}
     assert [row.holds for row in rows] == [None] * len(rows)
@@ -46,10 +46,18 @@ def test_four_bits_are_held_against_sixteen() -> None:
     assert "**missed**" in rows["llama-8b BF16 decode ×1, of the copy bandwidth"].cells()[2]
 
 
+def test_steps_with_rules_are_held_against_greedy_ones() -> None:
+    found = {"rules": {"log-probabilities": 1.1, "min_tokens": 1.3}, "first_token_seconds": 0.004}
+    holds = {row.name: row.holds for row in rows_of({"steps": found}, {})}
+    assert holds["a step of 64, one with log-probabilities, over greedy ones"] is True
+    assert holds["a step of 64, one with min_tokens, over greedy ones"] is False
+    assert holds["first token of 512, of the engine"] is True
+
+
 def test_idleness_is_asked_to_be_small() -> None:
-    (row,) = [row for row in rows_of({"idle": {"idle": 0.04}}, {}) if row.name.startswith("device idle")]
+    (row,) = [row for row in rows_of({"steps": {"idle": 0.04}}, {}) if row.name.startswith("device idle")]
     assert row.holds is True
-    (row,) = [row for row in rows_of({"idle": {"idle": 0.2}}, {}) if row.name.startswith("device idle")]
+    (row,) = [row for row in rows_of({"steps": {"idle": 0.2}}, {}) if row.name.startswith("device idle")]
     assert row.holds is False
 
 

@@ -115,9 +115,21 @@ WORDS = {
     **dict.fromkeys(("gpt-2", "olmo"), _GPT2),
     **dict.fromkeys(("smollm", "refact", "starcoder", "command-r"), _DIGITS),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _LLAMA3
+        (
+            "llama-bpe",
+            "llama3",
+            "llama-v3",
+            "falcon3",
+            "falcon-h1",
+            "pixtral",
+            "smaug-bpe",
+            "dbrx",
+            "glm4",
+            "chatglm-bpe",
+        ),
+        _LLAMA3,
     ),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "tekken"), _QWEN2),
+    **dict.fromkeys(("qwen2", "qwen35", "deepseek-r1-qwen", "tekken"), _QWEN2),
     "gpt-4o": ["I'll", " pay", " $", "123", "45", ".\n\n", "OK", " \u00e9\u4e2d"],
     "seed-coder": ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".", "\n\n", "OK", " \u00e9\u4e2d"],
     "deepseek-llm": ["I", "'", "ll", " pay", " $", "1", "2", "3", "4", "5", ".", "\n", "\n", "OK", " \u00e9", "\u4e2d"],
@@ -189,3 +201,28 @@ def test_refusals(name: str) -> None:
     with pytest.raises(CheckpointInvalid) as caught:
         convert_tokenizer(model)
     assert sentence in caught.value.message and "tiny.gguf" in caught.value.message
+
+
+def test_gemma4_merges_the_listed_pairs_of_whole_texts() -> None:
+    letters = (SPACE, *"abehnt\n")
+    tokens = ("<pad>", "<eos>", "<bos>", *letters, *(f"<0x{byte:02X}>" for byte in range(256)))
+    tokens += ("th", "the", f"a{SPACE}the", f"a{SPACE}", "\n\n", "<turn|>", "<|tool_response>")
+    kinds = {"<pad>": 3, "<eos>": 3, "<bos>": 3, "<turn|>": 3, "<|tool_response>": 4}
+    values = {
+        "model": "gemma4",
+        "tokens": tokens,
+        "scores": (0.0,) * len(tokens),
+        "token_type": tuple(6 if token.startswith("<0x") else kinds.get(token, 1) for token in tokens),
+        "merges": ("t h", "th e", f"a {SPACE}", f"a{SPACE} the", "\n \n"),
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "add_space_prefix": False,
+        "add_bos_token": True,
+    }
+    model = GgufModel(Path("tiny.gguf"), {f"tokenizer.ggml.{name}": value for name, value in values.items()}, {})
+    tokenizer, converted = made(model), convert_tokenizer(model)
+    assert tokenizer.encode("ba then\n\né<turn|>").tokens == [
+        *("<bos>", "b", f"a{SPACE}the", "n", "\n\n", "<0xC3>", "<0xA9>", "<turn|>")
+    ]
+    assert tokenizer.decode(tokenizer.encode("ba then é").ids) == "ba then é"
+    assert converted.eos_token_ids == {1, tokens.index("<turn|>"), tokens.index("<|tool_response>")}

@@ -15,6 +15,7 @@ from app.models import transformers_config
 from app.models.transformers_config import TransformersConfig, class_table
 from app.settings import Settings
 from app.weights.checkpoint import open_checkpoint
+from armature_kernels.linear.layout import LAYOUTS
 from tiny_checkpoints import write_checkpoint, write_tokenizer, write_weights
 
 MAMBA = {
@@ -38,6 +39,8 @@ def test_a_model_that_is_not_native_is_left_to_transformers(tmp_path: Path) -> N
     needs = checkpoint.needs()
     assert needs.engine == "transformers" and needs.architecture == "MambaForCausalLM"
     assert needs.bytes_by_precision["bf16"] == 2 * (32 + 320 * 32) and needs.generates
+    # The embedding and the norm, and the output layer that is tied to it.
+    assert needs.bytes_by_precision["int8"] == 4 * (32 + 320 * 32) + LAYOUTS["int8/32"].nbytes(320, 32)
     decision = decide_engine(Settings(), needs)
     assert decision.value == "transformers" and "MambaForCausalLM is not native" in decision.reason
     with pytest.raises(CheckpointInvalid, match="state-space"):
@@ -90,11 +93,11 @@ def test_what_transformers_cannot_serve_either_is_refused_by_its_name(
         {"draft_model": Path("other")},
         {"lora": ("a=b",)},
         {"deterministic": "on"},
-        {"precision": "int8"},
+        {"precision": "int4-small"},
         {"compile": "on"},
     ],
     ids=lambda setting: next(iter(setting)),
 )
 def test_a_setting_of_native_engines_is_refused_by_its_name(setting: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(PlanImpossible, match=next(iter(setting)) if "precision" not in setting else "int8"):
+    with pytest.raises(PlanImpossible, match=next(iter(setting)) if "precision" not in setting else "int4-small"):
         decide_engine(Settings(**setting), open_checkpoint(write(tmp_path)).needs())

@@ -14,7 +14,6 @@ from app.engine.build import BuildRequest, BuiltEngine, build
 from app.engine.decoder import paged_kv_cache
 from app.engine.decoder.build import build_device_decoder_engine, warm_up_device_decoder
 from app.engine.decoder.cuda_graphs import GraphShape
-from app.engine.decoder.device_inputs import SamplingMode
 from app.engine.decoder.device_runner import DeviceDecoderRunner
 from app.engine.decoder.engine import DecoderEngine
 from app.errors import PlanImpossible, StepFailed
@@ -39,7 +38,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def planned(checkpoint: Checkpoint) -> ServingPlan:
     facts = machine(cuda=(GPU,))
-    return plan(facts, checkpoint.needs(), ON_GPUS, device="cuda", precision="fp32", threads=1, max_running_seqs=3)
+    return plan(
+        facts,
+        checkpoint.needs(),
+        ON_GPUS,
+        device="cuda",
+        precision="fp32",
+        threads=1,
+        max_running_seqs=3,
+        speculation="off",
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -74,14 +82,14 @@ def test_loading_is_reported_stage_by_stage(checkpoint: Checkpoint, planned: Ser
 def test_the_plans_device_says_which_engine_is_built(checkpoint: Checkpoint, planned: ServingPlan) -> None:
     engine = build(BuildRequest(checkpoint, planned, eos_token_ids=(EOS,)))
     assert isinstance(engine, DecoderEngine)
-    assert getattr(engine.runner, "buckets", None) == (1, 2, 4)
+    assert isinstance(engine.runner, DeviceDecoderRunner) and engine.runner.shapes.decodes == (1, 2, 4)
 
 
 def test_common_steps_are_captured_while_loading(checkpoint: Checkpoint, planned: ServingPlan) -> None:
     built = built_of(checkpoint, planned)
-    assert set(built.runner.graphs.captured) == {
-        GraphShape(bucket, way) for bucket in (1, 2, 4) for way in SamplingMode if way is not SamplingMode.LOGITS
-    }
+    prompts = {GraphShape(0, 256, tokens, fresh=True) for tokens in (32, 64, 128, 192, 256, 384, 512)}
+    warm_up = GraphShape(0, 256, 32)  # the rest of a prompt
+    assert set(built.runner.graphs.captured) == {warm_up, *prompts, *(GraphShape(bucket, 256) for bucket in (1, 2, 4))}
     eager = built_of(checkpoint, changed(planned, compile=False))
     assert not eager.runner.graphs.captured and eager.runner.graphs.reason == planned.decisions["compile"].reason
 
@@ -135,7 +143,7 @@ def test_the_largest_step_is_tried_and_what_does_not_fit_is_reported(
 
     monkeypatch.setattr(built.runner._forward, "logits", scarce)
     warm_up_device_decoder(built.runner, 10_000)
-    assert max(tokens) == 253 - 16, "nearly a whole context, of which the last tokens come by themselves"
+    assert max(tokens) == 256, "nearly a whole context, of which the last tokens come by themselves, padded"
     assert "A step of 253 tokens needs more memory than the device has (planted)" in caplog.text
     assert built.runner.kv_cache.num_free_pages * 64 == built.runner.kv_cache.capacity_tokens
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.decoder.cuda_graphs import DecodeGraphs, GraphShape, bucket_sizes, captured_row_bytes, startup_shapes
-from app.engine.decoder.device_inputs import SamplingMode
+from app.engine.decoder.cuda_graphs import GraphShape, GraphShapes, StepGraphs, captured_step_bytes
 
-ONE = GraphShape(4, SamplingMode.GREEDY)
+ONE = GraphShape(4, 160)
 
 
 class Device:
@@ -39,9 +38,10 @@ class Device:
         return self.alive
 
 
-def graphs_on(device: Device, done: list[GraphShape], off: str = "") -> DecodeGraphs:
+def graphs_on(device: Device, done: list[GraphShape], off: str = "") -> StepGraphs:
+    """Logits and their copy of 2 MiB a row, activations of 0.5 MiB a token."""
     backend: Any = device
-    return DecodeGraphs(backend, done.append, captured_row_bytes(2**18, 4), off)
+    return StepGraphs(backend, done.append, captured_step_bytes(2**18, 2**13), off)
 
 
 def test_a_shape_is_run_before_it_is_captured_and_replayed_afterwards() -> None:
@@ -49,28 +49,21 @@ def test_a_shape_is_run_before_it_is_captured_and_replayed_afterwards() -> None:
     graphs = graphs_on(device, done)
     assert graphs.should_capture(ONE)
     graphs.capture(ONE)
-    assert (
-        done == [ONE, ONE]
-        and not graphs.should_capture(ONE)
-        and graphs.should_capture(GraphShape(4, SamplingMode.RANDOM))
-    )
-    graphs.run(ONE)
+    assert done == [ONE, ONE] and not graphs.should_capture(ONE) and graphs.should_capture(GraphShape(4, 320))
+    graphs.replay(ONE)
     assert (device.replayed, graphs.num_replayed, len(done)) == (1, 1, 2)
 
 
-def test_what_is_not_captured_is_computed() -> None:
-    device, done = Device(), list[GraphShape]()
-    graphs = graphs_on(device, done, off="because")
+def test_nothing_is_captured_where_it_is_off() -> None:
+    graphs = graphs_on(Device(), [], off="because")
     assert not graphs.should_capture(ONE) and not graphs.enabled
-    graphs.run(ONE)
-    assert done == [ONE] and device.replayed == 0
 
 
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
         (Device(captures=False), "captures nothing"),
-        (Device(error=RuntimeError("not so"), survives=False), "a step of 4 could not be captured: not so"),
+        (Device(error=RuntimeError("not so"), survives=False), "a step of 4 tokens could not be captured: not so"),
     ],
 )
 def test_whoever_cannot_capture_says_why_and_goes_on(
@@ -82,65 +75,78 @@ def test_whoever_cannot_capture_says_why_and_goes_on(
     assert reason in graphs.reason and reason in caplog.text
     assert (
         not graphs.should_capture(ONE)
-        and not graphs.should_capture(GraphShape(1, SamplingMode.GREEDY))
+        and not graphs.should_capture(GraphShape(1, 160))
         and not graphs.enabled
+        and ONE not in graphs.captured
     )
-    done.clear()
-    graphs.run(ONE)
-    assert done == [ONE]
 
 
+@pytest.mark.parametrize("prompts", [0, 32])
 @pytest.mark.parametrize(
-    ("device", "way", "reason"),
+    ("trouble", "reason"),
     [
-        (Device(error=torch.OutOfMemoryError("no room")), SamplingMode.GREEDY, "no room"),
-        (Device(free=3 * 2**20), SamplingMode.GREEDY, "its logits would take more memory"),
-        (Device(free=10 * 2**20), SamplingMode.RANDOM, "its logits would take more memory"),
+        ({"error": torch.OutOfMemoryError("no room")}, "no room"),
+        ({"free": 9 * 2**20}, "it would take more memory"),
     ],
 )
 def test_where_memory_is_short_smaller_steps_are_captured(
-    device: Device, way: SamplingMode, reason: str, caplog: pytest.LogCaptureFixture
+    trouble: dict[str, Any], reason: str, prompts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    graphs = graphs_on(device, [])
-    graphs.capture(GraphShape(4, way))
+    device = Device(**trouble)
+    graphs, shape = graphs_on(device, []), GraphShape(4, 160, prompts)
+    graphs.capture(shape)
+    kind = "with prompts" if prompts else "of decodes"
+    assert reason in caplog.text and f"Steps {kind} of {4 + prompts} tokens and more run eagerly" in caplog.text
     assert (
-        reason in caplog.text and f"Steps of 4 sequences and more with {way.value} sampling run eagerly" in caplog.text
-    )
-    assert (
-        not graphs.should_capture(GraphShape(4, way))
-        and not graphs.should_capture(GraphShape(8, way))
-        and graphs.should_capture(GraphShape(2, way))
+        not graphs.should_capture(shape)
+        and not graphs.should_capture(GraphShape(8, 160, prompts))
+        and graphs.should_capture(GraphShape(2, 160, prompts))
         and graphs.enabled
     )
-    assert graphs.should_capture(GraphShape(8, SamplingMode.FILTERED)), "another way to pick is another question"
-    device.error = None
-    graphs.capture(GraphShape(2, way))
-    graphs.run(GraphShape(2, way))
-    assert device.replayed == 1
+    assert graphs.should_capture(GraphShape(2, 160, 0 if prompts else 32)), "steps of another kind are another question"
+    device.error, device.free = None, 2**40
+    graphs.capture(GraphShape(2, 160, prompts))
+    assert GraphShape(2, 160, prompts) in graphs.captured
 
 
 def test_no_more_is_kept_than_the_plan_has_room_for() -> None:
-    """Rows of logits of 1 MiB; a drawing step holds five times that for each."""
     graphs = graphs_on(Device(), [])
-    for shape in (
-        GraphShape(512, SamplingMode.GREEDY),
-        GraphShape(96, SamplingMode.FILTERED),
-        GraphShape(112, SamplingMode.FILTERED),
-    ):
-        graphs.capture(shape)
-    assert set(graphs.captured) == {GraphShape(512, SamplingMode.GREEDY), GraphShape(96, SamplingMode.FILTERED)}
-
-
-def test_steps_that_draw_by_one_kernel_hold_no_more_than_others() -> None:
-    """So that all buckets of a large vocabulary are captured on a GPU, where by torch's own only those up to 208 are."""
-    backend: Any = Device()
-    for drawing, captured in ((0, {GraphShape(256, SamplingMode.RANDOM)}), (4, set())):
-        graphs = DecodeGraphs(backend, lambda shape: None, captured_row_bytes(128_256, drawing))
-        graphs.capture(GraphShape(256, SamplingMode.RANDOM))
-        assert set(graphs.captured) == captured
+    for rows in (192, 208):
+        graphs.capture(GraphShape(rows, 160))
+    assert set(graphs.captured) == {GraphShape(192, 160)}
 
 
 def test_the_common_shapes_come_largest_first() -> None:
-    shapes = list(startup_shapes(bucket_sizes(256)))
-    assert shapes[0].bucket == 64 and shapes[-1] == GraphShape(1, SamplingMode.FILTERED)
-    assert len(shapes) == len(set(shapes)) == 33
+    shapes = GraphShapes.of(256, 8192, 131_072, has_prompts=True)
+    first = list(shapes.at_startup())
+    assert first[0] == GraphShape(64, 8192) and first[10] == GraphShape(1, 8192)
+    assert first[11] == GraphShape(0, 131_072, 512, fresh=True) and len(first) == len(set(first)) == 18
+    later = set(shapes.in_pauses())
+    assert later > set(first) and {GraphShape(256, 8192), GraphShape(256, 131_072)} < later
+
+
+@pytest.mark.parametrize(
+    ("decodes", "context", "prompts", "found"),
+    [
+        (3, 100, (), GraphShape(4, 8192)),
+        (3, 8193, (), GraphShape(4, 131_072)),
+        (257, 100, (), None),
+        (0, 90_000, (20, 30), GraphShape(0, 131_072, 64, True)),
+        (3, 100, (2048,), GraphShape(8, 8192, 2048, True)),
+        (3, 100, (2049,), None),
+        (0, 100, (4,) * 9, None),
+    ],
+)
+def test_a_step_is_padded_to_the_next_shape(
+    decodes: int, context: int, prompts: tuple[int, ...], found: GraphShape | None
+) -> None:
+    shapes = GraphShapes.of(256, 8192, 131_072, has_prompts=True)
+    assert shapes.find(decodes, context, prompts, fresh=bool(prompts)) == found
+    largest = shapes.largest
+    assert found is None or (found.sizes.tokens <= largest.tokens and found.sizes.samples <= largest.samples)
+
+
+def test_prompts_are_not_padded_where_attention_would_compute_the_padding() -> None:
+    shapes = GraphShapes.of(4, 64, 256, has_prompts=False)
+    assert shapes.find(0, 30, (30,)) is None and shapes.find(2, 30) == GraphShape(2, 256)
+    assert shapes.largest.tokens == 4 and set(shapes.in_pauses()) == {GraphShape(one, 256) for one in (1, 2, 4)}

@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.decoder.device_inputs import SamplingMode, StepSizes, block_size, block_views
-from app.engine.decoder.device_runner import DeviceForward, StepBounds
+from app.engine.decoder.device_inputs import (
+    SamplingMode,
+    StepSizes,
+    block_size,
+    block_views,
+    sampling_size,
+    sampling_views,
+)
+from app.engine.decoder.device_runner import DeviceForward, StepBounds, first_rows
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from fake_device import CUDA, fake_cuda
@@ -39,4 +46,6 @@ def test_nothing_of_a_step_is_here_and_nothing_waits(architecture: str, tmp_path
             views = block_views(buffer[4:], sizes)
             logits = forward.logits(views, sizes, bounds)
             assert logits.shape == (sizes.samples, config.vocab_size) and logits.device == CUDA
-            forward.sample(logits, views, SamplingMode.GREEDY if sizes.tokens > 4 else SamplingMode.FILTERED)
+            parameters = sampling_views(torch.zeros(sampling_size(4), dtype=torch.int64, device=CUDA), 4)
+            mode = SamplingMode.GREEDY if sizes.tokens > 4 else SamplingMode.FILTERED
+            forward.sample(logits, first_rows(parameters, sizes.samples), mode)

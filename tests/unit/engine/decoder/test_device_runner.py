@@ -12,7 +12,6 @@ from torch import Tensor
 
 from app.engine.decoder import device_runner
 from app.engine.decoder.cuda_graphs import GraphShape
-from app.engine.decoder.device_inputs import SamplingMode
 from app.engine.decoder.device_runner import DeviceDecoderRunner
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
@@ -31,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0)
 class Counts:
     """Says the next number; `broken` says NaN of it, and `wanting` how often it finds no memory."""
 
-    config = SimpleNamespace(vocab_size=VOCABULARY)
+    config = SimpleNamespace(vocab_size=VOCABULARY, hidden_size=8, has_sinks=False, alibi_slopes=())
 
     def __init__(self) -> None:
         self.broken: int | None = None
@@ -97,12 +96,38 @@ def test_steps_in_flight_that_are_not_waited_for_end_before_their_buffers_are_re
         ]
 
 
+def test_log_probabilities_of_a_step_outlive_the_capture_of_the_next_one() -> None:
+    """The step ahead is of another bucket, so it takes the buffer of the one that nobody has waited for."""
+    params = SamplingParams(temperature=0.0, logprobs=2)
+    first, second, third = (sequence_of([number], slot, params) for slot, number in enumerate((10, 20, 30)))
+    runner = runner_on()
+    batch = decode_of(first, second, third)
+    flight = runner.launch(batch)
+    then = runner.launch(ahead_of(batch, first), flight)
+    assert [one.top[0][0] for one in runner.wait(flight)] == [11, 21, 31]
+    assert [one.top[0][0] for one in runner.wait(then)] == [22, 32]
+
+
 def test_a_shape_is_captured_once() -> None:
     runner = runner_on()
     assert ids(runner.run(decode_of(sequence_of([7], 0)))) == [8] and runner.is_first
     assert ids(runner.run(decode_of(sequence_of([8], 0)))) == [9] and not runner.is_first
-    assert set(runner.graphs.captured) == {GraphShape(1, SamplingMode.GREEDY)} and runner.graphs.num_replayed == 2
+    assert set(runner.graphs.captured) == {GraphShape(1, 200)} and runner.graphs.num_replayed == 2
     assert runner.model_seconds > 0
+
+
+def test_steps_that_serving_may_meet_are_captured_in_pauses() -> None:
+    runner = runner_on()
+    assert runner.use_idle_time(lambda: False) and not runner.graphs.captured, "a device that captured nothing may not"
+    runner.run(decode_of(sequence_of([7], 0)))
+    asked = iter((False, False, True))
+    assert not runner.use_idle_time(lambda: next(asked)) and len(runner.graphs.captured) == 3
+    assert runner.use_idle_time(lambda: False)
+    assert set(runner.shapes.in_pauses()) == set(runner.graphs.captured)
+    replayed = runner.graphs.num_replayed
+    prompt = span_of(sequence_of([5] * 70, 2), 0, 70)
+    assert ids(runner.run(Batch((*decode_of(sequence_of([9], 1)).spans, prompt)))) == [10, 6]
+    assert runner.graphs.num_replayed == replayed + 1 and not runner.is_first
 
 
 def test_a_row_that_is_not_finite_is_not_sampled_and_changes_no_other() -> None:
@@ -161,8 +186,10 @@ def test_copies_that_were_not_made_are_not_survived(monkeypatch: pytest.MonkeyPa
     [
         (GREEDY, True, True),
         (SamplingParams(top_p=0.5), True, False),
-        (SamplingParams(logprobs=1), False, False),
-        (SamplingParams(presence_penalty=1.0), False, False),
+        (SamplingParams(logprobs=1), True, False),
+        (SamplingParams(presence_penalty=1.0), True, False),
+        (SamplingParams(temperature=0.0, min_tokens=9), True, False),
+        (SamplingParams(beam_width=2), False, False),
     ],
 )
 def test_what_may_go_ahead(
@@ -179,6 +206,6 @@ def test_what_may_go_ahead(
 
 
 def test_more_than_a_step_has_room_for_is_our_own_fault() -> None:
-    runner, sequence = runner_on(), sequence_of([5] * 101, 2)
+    runner, sequence = runner_on(), sequence_of([5] * 150, 2)
     with pytest.raises(AssertionError, match="exceeds the limits on tokens or sequences"):
-        runner.launch(Batch((span_of(sequence, 0, 101),)))
+        runner.launch(Batch((span_of(sequence, 0, 150),)))

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.engine.scheduler import kv_allocator
 from app.engine.scheduler.batch import PrefixScope
-from app.engine.scheduler.kv_allocator import KvSlot, Placement, placements, shared_prefix_length
+from app.engine.scheduler.kv_allocator import KvSlot, Placement, longest_match, shared_prefix_length
 from app.messages import LoadedAdapter
 from engine_simulation import EngineLimits, Simulation
 
 NOTHING = Placement()
+PLAIN = PrefixScope()
+
+
+def placements(
+    slots: list[KvSlot], token_ids: list[int], alone: bool = False, minimum: int = 16, scope: PrefixScope = PLAIN
+) -> Iterator[Placement]:
+    return kv_allocator.placements(longest_match(slots, token_ids, len(token_ids) - 1, scope), alone, minimum)
 
 
 def slot(

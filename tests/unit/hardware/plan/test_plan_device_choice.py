@@ -192,6 +192,16 @@ def test_exported_programs_are_served_on_processors(recorded: Recorded, llama_1b
             chosen(recorded(name), program, device=kind)
 
 
+def test_experts_are_served_on_an_nvidia_gpu_in_16_bits(recorded: Recorded, llama_1b: Needs) -> None:
+    experts = dataclasses.replace(llama_1b, expert_weights=10**8, expert_use=0.25)
+    found = chosen(recorded("h200"), experts).decisions
+    assert (found["device"].value, found["precision"].value) == ("cuda", "bf16")
+    with pytest.raises(NoRecipe, match="Precision int4 on cuda"):
+        chosen(recorded("h200"), experts, device="cuda", precision="int4")
+    with pytest.raises(PlanImpossible, match="experts are served on processors and NVIDIA GPUs"):
+        chosen(recorded("mac-m4-pro"), experts, device="mps")
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "words"),
     [

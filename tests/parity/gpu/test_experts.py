@@ -1,0 +1,78 @@
+"""Experts of a mixture on a GPU against one expert after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from armature_kernels.linear import experts
+from armature_kernels.linear.device import DeviceFactory
+from armature_kernels.linear.experts import DeviceExpertStack, ExpertForms, run_experts_torch
+from armature_kernels.triton.experts import ExpertBlocks
+from compiled_kernels import CAPABILITIES, MOST_SHARED, compile_all
+
+HIDDEN, INNER = 70, 40
+
+
+def forms_of(number: int, has_bias: bool, has_gates: bool, place: torch.device, dtype: torch.dtype) -> ExpertForms:
+    generator, factory = torch.Generator().manual_seed(number), DeviceFactory(place, dtype)
+    first = (2 if has_gates else 1) * INNER
+
+    def form(outputs: int, inputs: int) -> object:
+        bias = torch.randn(outputs, generator=generator) if has_bias else None
+        return factory.pack(torch.randn((outputs, inputs), generator=generator) / inputs**0.5, bias)
+
+    return ExpertForms(form(first, HIDDEN), form(HIDDEN, INNER), has_gates)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "top_k", "activation", "has_bias", "has_gates", "dtype"),
+    [
+        (7, 5, 2, "silu", False, True, torch.float32),
+        (1, 8, 3, "swiglu_oai", True, True, torch.float32),
+        (90, 2, 1, "relu2", False, False, torch.bfloat16),
+    ],
+)
+@torch.inference_mode()
+def test_rows_get_the_sum_of_their_experts(
+    rows: int, num_experts: int, top_k: int, activation: str, has_bias: bool, has_gates: bool, dtype: torch.dtype,
+    served_by_triton: None, gpu: torch.device, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(experts, "triton_usable", lambda tensor: True)
+    forms = [forms_of(number, has_bias, has_gates, gpu, dtype) for number in range(num_experts)]
+    generator = torch.Generator().manual_seed(rows)
+    x, hidden = (torch.randn((rows, HIDDEN), generator=generator).to(gpu) for _ in range(2))
+    scores = torch.rand((rows, num_experts), generator=generator)
+    scores[:, 1] -= 1.0  # few rows use this one
+    weights, ids = (one.to(gpu) for one in scores.topk(top_k))
+    expected = hidden.clone()
+    run_experts_torch(forms, expected, x.to(dtype), ids, weights, activation)
+    stack = DeviceExpertStack.of(forms)
+    assert stack is not None and all(form.gate_up.weight.data_ptr() >= stack.gate_up.data_ptr() for form in forms)  # type: ignore[attr-defined]
+    stack.add_to(hidden, x.to(dtype), ids, weights, activation)
+    close = 1e-5 if dtype == torch.float32 else 2**-5
+    torch.testing.assert_close(hidden, expected, rtol=close, atol=close)
+
+
+def test_blocks_hold_rows_of_one_expert_each() -> None:
+    ids = torch.tensor([[0, 2], [2, 0], [2, 3]] * 9)
+    blocks = ExpertBlocks.of(ids, 5)
+    assert blocks.rows == 16 and len(blocks.experts) == 4 + 5
+    found = [(expert, first) for expert, first in zip(blocks.experts.tolist(), blocks.firsts.tolist(), strict=True)]
+    assert [one for one in found if one[0] >= 0] == [(0, 0), (0, 16), (2, 18), (2, 34), (3, 45)]
+    assert blocks.ends.tolist() == [18, 18, 45, 54, 54]
+
+
+def test_quantized_experts_have_no_stack() -> None:
+    assert DeviceExpertStack.of([ExpertForms(object(), object())]) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_it_compiles_and_keeps_within_registers(capability: int) -> None:
+    found = compile_all("launches_experts", capability)
+    assert {one.kernel for one in found} == {"_multiply"} and not any(one.stack for one in found)
+    assert max(one.shared for one in found) <= min(MOST_SHARED.values())

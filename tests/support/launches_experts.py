@@ -1,0 +1,31 @@
+"""Launches of the experts' products as in serving, which tests/parity/gpu/test_experts.py compiles."""
+
+from __future__ import annotations
+
+import torch
+
+from armature_kernels.triton.experts import ExpertBlocks
+
+BF16 = torch.bfloat16
+
+
+def _launch(rows: int, dtype: torch.dtype, has_bias: bool) -> None:
+    experts, top_k, inputs, outputs = 32, 4, 2048, 768
+    ids = torch.zeros((rows, top_k), dtype=torch.int64)
+    biases = torch.zeros((experts, outputs), dtype=dtype) if has_bias else None
+    weights = torch.zeros((experts, outputs, inputs), dtype=dtype)
+    blocks = ExpertBlocks.of(ids, experts)
+    blocks.multiply(torch.zeros((rows, inputs), dtype=dtype), weights, biases, is_sorted=False)
+    blocks.multiply(torch.zeros((rows * top_k, inputs), dtype=dtype), weights, biases, is_sorted=True)
+
+
+def launch_few() -> None:
+    _launch(4, BF16, has_bias=True)
+
+
+def launch_many() -> None:
+    _launch(512, BF16, has_bias=False)
+
+
+def launch_fp32() -> None:
+    _launch(4, torch.float32, has_bias=False)

@@ -1,0 +1,139 @@
+"""Measure decode steps of one engine on a device: its idle time, sampling with rules, a long context, a first token.
+
+`python -m tools.hardware.steps --model DIR --rows 64 --json FILE`. Idle time means that the host limits the device. The
+device's own time is that of a captured step replayed many times in a row. The step time is the engine's, from one step
+to the next, including the host's work. The difference is idle time that was not hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.messages import Abort, Generate, SamplingParams
+from app.server.prepare import Prepared, prepare
+from app.settings import Settings
+from armature_bench.http.workload import TokenPrompts
+from tools.hardware.table import RULES
+
+if TYPE_CHECKING:
+    from app.engine.decoder.engine import DecoderEngine
+
+REPLAYS, STEPS, PROMPT_TOKENS, FIRST_TOKEN_PROMPT, FIRST_TOKENS = 50, 100, 128, 512, 5
+# What one row of a step asks for, beside greedy ones, for each of the table's names.
+_PARAMS: Mapping[str, dict[str, Any]] = dict(
+    zip(
+        RULES,
+        (
+            {"repetition_penalty": 1.05},
+            {"logprobs": 5},
+            {"min_tokens": 4 * STEPS, "stop_token_ids": (2, 3)},
+            {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+        ),
+        strict=True,
+    )
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.hardware.steps", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--json", type=Path, required=True)
+    asked = parser.parse_args()
+    prepared = prepare(Settings(model=str(asked.model), calibrate="off", precision="bf16", speculation="off"))
+    os.environ.update(prepared.plan.environment())  # before torch is imported
+    if prepared.plan.placement.device == "cpu":
+        print(f"steps: {prepared.plan.decisions['device'].reason}", file=sys.stderr)
+        return 1
+    asked.json.write_text(json.dumps(measured(prepared, asked.rows)), encoding="utf-8")
+    return 0
+
+
+class Steps:
+    """Runs requests of random prompts on an engine and times its steps."""
+
+    def __init__(self, engine: DecoderEngine, prompts: TokenPrompts) -> None:
+        self._engine, self._prompts, self._names = engine, prompts, count()
+
+    def decode(self, rows: int, context: int = PROMPT_TOKENS, **params: Any) -> float:
+        """Return the median seconds of steps of so many rows, of which the first has these parameters and context."""
+        names = [self._add(context, params), *(self._add(PROMPT_TOKENS, {}) for _ in range(rows - 1))]
+        seconds: list[float] = []
+        while len(seconds) < STEPS:
+            elapsed, stats = self._step()
+            if stats.decode_tokens == rows and not stats.prefill_tokens:
+                seconds.append(elapsed)
+        for name in names:
+            self._engine.abort(Abort(name))
+        return statistics.median(seconds)
+
+    def first_token(self) -> float:
+        """Return the least seconds from a request to its first token."""
+        found = []
+        for _ in range(FIRST_TOKENS):
+            name, began = self._add(FIRST_TOKEN_PROMPT, {}), time.perf_counter()
+            self._step()
+            found.append(time.perf_counter() - began)
+            self._engine.abort(Abort(name))
+        return min(found)
+
+    def _add(self, tokens: int, params: Mapping[str, Any]) -> str:
+        name = str(next(self._names))
+        sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 4 * STEPS, **params})
+        self._engine.add(Generate(name, tuple(self._prompts.prompt(tokens)), sampling, arrived_at=0.0))
+        return name
+
+    def _step(self) -> tuple[float, Any]:
+        began = time.perf_counter()
+        self._engine.step()
+        return time.perf_counter() - began, self._engine.stats
+
+
+def measured(prepared: Prepared, rows: int) -> dict[str, Any]:
+    """Return the seconds of the engine's step and of the device's, and how much longer steps with a rule take."""
+    import torch
+
+    from app.engine.build import BuildRequest
+    from app.engine.decoder.build import build_device_decoder_engine
+    from app.weights.checkpoint import Checkpoint
+
+    checkpoint, plan = prepared.checkpoint, prepared.plan
+    assert isinstance(checkpoint, Checkpoint), "a decoder's"
+    built = build_device_decoder_engine(BuildRequest(checkpoint, plan))
+    built.engine.use_idle_time(lambda: False)  # all steps are captured
+    steps = Steps(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)))
+    with torch.inference_mode():
+        step = steps.decode(rows)
+        rules = {name: steps.decode(rows, **params) / step for name, params in _PARAMS.items()}
+        longest = plan.memory.max_model_len - 4 * STEPS
+        found = {
+            "rows": rows,
+            "step_seconds": step,
+            "rules": rules,
+            "long_context": steps.decode(rows, longest) / step,
+            "first_token_seconds": steps.first_token(),
+        }
+        shape = built.runner.shapes.find(rows, PROMPT_TOKENS)
+        captured = None if shape is None else built.runner.graphs.captured.get(shape)
+        if captured is None:
+            return found | {"reason": built.runner.graphs.reason or "not captured"}
+        built.backend.synchronize()
+        began = time.perf_counter()
+        for _ in range(REPLAYS):
+            captured.replay()
+        built.backend.synchronize()
+        device = (time.perf_counter() - began) / REPLAYS
+    return found | {"device_seconds": device, "idle": max(0.0, 1 - device / step)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
