@@ -77,6 +77,7 @@ from app.tracing.request_trace import Tracer
 from app.version import VERSION
 from app.weights.checkpoint import Checkpoint
 from app.weights.files import join_names, open_regular, unreadable_message
+from app.weights.onnx_file import OnnxCheckpoint
 from app.weights.program import ProgramCheckpoint
 
 if TYPE_CHECKING:
@@ -336,7 +337,8 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
         has_priorities=prepared.settings.scheduling_policy == "priority",
     )
     if isinstance(checkpoint, ProgramCheckpoint):
-        return ServedProgram(name, limits, checkpoint.signature, checkpoint.sizes)
+        platform = "onnxruntime_onnx" if isinstance(checkpoint, OnnxCheckpoint) else "pytorch_export"
+        return ServedProgram(name, limits, checkpoint.signature, checkpoint.sizes, checkpoint.description, platform)
     if isinstance(checkpoint.model_config, TaskConfig):
         return ServedTasks(name, limits, checkpoint.model_config)
     assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"

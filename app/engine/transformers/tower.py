@@ -19,9 +19,9 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+from app.engine.picture_files import read_picture
 from app.engine.transformers.build import import_library
 from app.engine.transformers.picture_processors import PROCESSORS
-from app.engine.transformers.pictures import read_picture
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.messages import PromptVectors
 from app.models.decoders.config import ModelConfig
