@@ -244,15 +244,36 @@ FIRST_VECTOR_ID, NUM_VECTOR_IDS = 2**30, 2**30
 
 
 class PromptVectors(Struct, frozen=True, array_like=True):
-    """Vectors of a picture, FP32 [rows, hidden] in row-major `data`, in place of a prompt's tokens from `start` on."""
+    """Vectors of a picture, FP32 [rows, size] in row-major `data`, in place of a prompt's tokens from `start` on.
+
+    A row is the input of the first layer, then what is added to the results of the first layers, if anything. `places`
+    int64 [3, rows]: positions in three axes, counted from the position of the first row, of which there are `num_places`
+    in all; empty: one row is one position. `block`: the tokens around the rows that see each other in both directions.
+    """
 
     start: int
     num_rows: int
     data: bytes
+    places: bytes = b""
+    num_places: int = 0
+    block: tuple[int, int] | None = None
 
     @property
     def end(self) -> int:
         return self.start + self.num_rows
+
+    def moved(self, start: int) -> PromptVectors:
+        """Return the vectors in a prompt in which the first token of their picture is at `start`."""
+        block = None if self.block is None else (start + self.block[0], start + self.block[1])
+        return structs.replace(self, start=start + self.start, block=block)
+
+    def in_block(self, block: tuple[int, int]) -> PromptVectors:
+        return structs.replace(self, block=block)
+
+    @property
+    def shift(self) -> int:
+        """By how much the positions after the rows differ from their numbers."""
+        return self.num_places - self.num_rows if self.places else 0
 
 
 class Generate(Struct, frozen=True, array_like=True, tag=True):

@@ -245,7 +245,7 @@ class Settings(BaseSettings):
         None,
         "A model of Hugging Face's hub, as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE.gguf, which is fetched into the hub's"
         " cache if it is not there; a checkpoint directory (Hugging Face or sentence-transformers layout); a GGUF file; an exported program"
-        " (.pt2); or a name: demo, bert, minilm; the embedded demo if not given. Several models: NAME=MODEL for each, or a"
+        " (.pt2, .onnx); or a name: demo, bert, minilm; the embedded demo if not given. Several models: NAME=MODEL for each, or a"
         " file models.toml with a table of settings for each.",
     )
     load: Literal["start", "on-demand"] = setting(
@@ -320,11 +320,13 @@ class Settings(BaseSettings):
         "Sampling parameters that a request does not give: auto: those of the checkpoint's generation_config.json;"
         " off: neutral ones.",
     )
-    engine: Literal["auto", "native", "transformers"] = setting(
+    engine: Literal["auto", "native", "transformers", "onnxruntime"] = setting(
         "model",
         "auto",
         "What computes the model: native, this package; transformers, the library of that name (the extra transformers);"
-        " auto: native where the architecture is.",
+        " onnxruntime, for exported programs (the extra onnx); auto: native where the architecture is, and for a program"
+        " whichever is faster.",
+        is_measured=True,
     )
     device: Literal["auto", "cpu", "mps", "cuda"] = setting("machine", "auto", "Device to serve on.", is_measured=True)
     cuda_device: Annotated[int, Field(ge=0)] | Auto = setting(

@@ -19,9 +19,9 @@ HEAD = """# Families of decoders
 This page is for people who ask whether a text model can be served. `make docs` writes it from
 `app/models/decoders/families.py`. [Encoders](encoders.md) and [exported programs](programs.md) have their own pages.
 
-Each family has the logits of transformers in FP32 on tiny random checkpoints
-(`tests/parity/test_families_logits.py`) and is served in every precision of the processor. A value of config.json that
-is not supported is refused by its name.
+Each family has the logits of transformers in FP32 on tiny checkpoints (`tests/parity/test_families_logits.py`) and is
+served in every precision of the processor. Values of config.json that are not supported are refused by name. Phi-3.5-MoE
+differs if its context may exceed 4,096 tokens: it always uses the long factors of its rotary embeddings.
 
 ## Memory for the context
 
@@ -40,17 +40,12 @@ drafts, but drafts for no other. Processors only.
 **Gemma 4** has such a table in E2B and E4B. Its layers of full attention have larger heads than those with a window, and a
 row of the cache has room for the larger of both: 512 elements of keys in E2B, of which layers with a window use 256.
 
-## Where transformers differs
-
-**Phi-3.5-MoE** whose context may exceed 4,096 tokens always uses the long factors of its rotary embeddings and their
-scale, as other models with longrope do here. The transformers with which the tests compare uses the short factors at
-any length.
-
 ## Served
 
-A class with a slash is served with the text model of the type after it. **Pictures in chats** are read with SmolVLM,
-Idefics 3, LLaVA, LLaVA-NeXT (Granite vision too), LLaVA-OneVision, InternVL and Ovis 2, with the extra
-`transformers`, whose part is loaded for the first one ([what they may be](contract.md#2-http)).
+A class with a slash is served with the text model of the type after it. **Pictures in chats** are read by the classes
+`…ForConditionalGeneration` that are not *text only*, on processors, with the extra `transformers`, whose part is loaded for
+the first one ([what they may be](contract.md#2-http)). Granite vision is a LLaVA-NeXT. Where the tokens of a picture see
+each other (Gemma 3, Gemma 4 without E2B and E4B), one step computes all of it.
 
 | `architectures` | models | `architectures` | models | `architectures` | models | `architectures` | models |
 |---|---|---|---|---|---|---|---|
@@ -59,12 +54,11 @@ BY_TRANSFORMERS = """
 ## Computed by transformers
 
 With the extra (`pip install 'armature-serve[transformers]'`) the library of that name computes every other class of its
-causal mapping and its mapping from text to text, in BF16 or FP32, with our scheduler, sampling and APIs; `--engine
-transformers` asks for it also where a family is native. The plan says what is missing there. Code of a checkpoint's own
-is never run (`trust_remote_code` stays off). A loaded model is tried: its rows are batched and its prompts computed in
-parts only if that gives the same logits. `python -m tools.transformers_classes` serves a tiny checkpoint of each class,
-whose greedy text must be that of `generate`, alone and in a crowd: {causal} causal classes and {text} from text to text
-(T5, BART, Marian, NLLB) pass.
+causal mapping and its mapping from text to text, with our scheduler, sampling and APIs; `--engine transformers` asks for
+it also where a family is native. On processors its linear layers are held in BF16 by our forms, with `--precision int8`
+or `int4` rounded to nearest, or by torchao (`--quantization`). Code of a checkpoint's own is never run
+(`trust_remote_code` stays off). A trial decides if rows are batched. `python -m tools.transformers_classes` compares
+greedy text with that of `generate`, alone and in a crowd: {causal} causal classes and {text} from text to text pass.
 
 A model from text to text reads a source: the prompt, or a chat's last message of the user. `source_lang` and `target_lang`
 are codes of its tokenizer (`fra_Latn`, `fr_XX`, `fr`), or of a task in config.json's `task_specific_params`, whose prefix

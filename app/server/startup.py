@@ -21,6 +21,7 @@ from app.engine.worker import Callbacks, Worker
 from app.errors import CheckpointInvalid, InvalidRequest, RequestError, SettingsInvalid, StepFailed
 from app.hardware.facts import Facts, to_json_value
 from app.hardware.plan.plan import ServingPlan
+from app.hardware.plan.precision import bf16_products
 from app.hardware.probe.cgroup import find_cpu_stat
 from app.hardware.probe.host_files import HostFiles
 from app.messages import Event, SamplingParams
@@ -31,7 +32,7 @@ from app.metrics.step_monitor import StepRecorder
 from app.metrics.steps import EngineSnapshot, StepStats
 from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.families import reads_pictures
+from app.models.decoders.families import DECODER_FAMILIES, reads_pictures
 from app.models.encoders.config import EncoderConfig
 from app.models.transformers_config import INSTALL, TransformersConfig
 from app.models.transformers_tasks import TaskConfig
@@ -76,6 +77,7 @@ from app.tracing.request_trace import Tracer
 from app.version import VERSION
 from app.weights.checkpoint import Checkpoint
 from app.weights.files import join_names, open_regular, unreadable_message
+from app.weights.onnx_file import OnnxCheckpoint
 from app.weights.program import ProgramCheckpoint
 
 if TYPE_CHECKING:
@@ -294,6 +296,15 @@ def warn_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
+# Of PaliGemma, whose files have no template: it answers in the form of its training, and knows no conversations.
+_PICTURES_FIRST = (
+    "{% for message in messages if message.content is not string %}{% for part in message.content if part.type == 'image' %}"
+    "<image>{% endfor %}{% endfor %}{{ bos_token }}{% for message in messages %}{% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    "{% endif %}{{ '\n' }}{% endfor %}"
+)
+
+
 def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatTemplate | None:
     """Read the chat template and start its process; None if the checkpoint has none or does not generate."""
     checkpoint, settings = prepared.checkpoint, prepared.settings
@@ -303,9 +314,12 @@ def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatT
     from app.text.child_process import TemplateLimits
 
     limits = TemplateLimits(settings.chat_template_cpu_seconds, settings.chat_template_memory_bytes)
-    tokens = frozenset(tokenizer.added_tokens.values())
+    assert isinstance(checkpoint, Checkpoint), "a program generates no text"
+    tokens, config = frozenset(tokenizer.added_tokens.values()), checkpoint.model_config
+    joins = isinstance(config, ModelConfig) and DECODER_FAMILIES[config.architecture].joins_prompt
+    values = {"chat_template": _PICTURES_FIRST, **tokenizer.config} if joins else tokenizer.config
     return open_chat_template(
-        checkpoint.location, tokenizer.config, tokenizer.named_tokens, limits, settings.chat_template, tokens
+        checkpoint.location, values, tokenizer.named_tokens, limits, settings.chat_template, tokens
     )
 
 
@@ -323,7 +337,8 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
         has_priorities=prepared.settings.scheduling_policy == "priority",
     )
     if isinstance(checkpoint, ProgramCheckpoint):
-        return ServedProgram(name, limits, checkpoint.signature, checkpoint.sizes)
+        platform = "onnxruntime_onnx" if isinstance(checkpoint, OnnxCheckpoint) else "pytorch_export"
+        return ServedProgram(name, limits, checkpoint.signature, checkpoint.sizes, checkpoint.description, platform)
     if isinstance(checkpoint.model_config, TaskConfig):
         return ServedTasks(name, limits, checkpoint.model_config)
     assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
@@ -343,6 +358,11 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         return "this GGUF model has no file mmproj that is used (docs/gguf.md)"
     if not isinstance(config, ModelConfig) or (part is None and not reads_pictures(config.architecture)):
         return f"this server reads only text with this model ({config.architecture}; docs/families.md)"
+    family = DECODER_FAMILIES[config.architecture]
+    if family.sections and not any(rope is not None and rope.axes for rope in config.ropes):
+        return "its config.json has no mrope_section, which says where they are"
+    if config.altup is not None and checkpoint.config.get("text_config", {}).get("pad_token_id"):
+        return "its config.json has another pad_token_id than 0, whose inputs of layers the tokens of pictures have"
     if settings.max_images == 0:
         return "this server reads none (max_images=0)"
     if not all(map(find_spec, ("transformers", "PIL"))):
@@ -350,6 +370,7 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
     # Granite multiplies all inputs of its first layer, and other families the embeddings alone.
     scales = "embedding_multiplier" in checkpoint.config.get("text_config", {})
     scale = config.embedding_scale if scales else 1.0
+    has_bf16 = prepared.plan.weights.precision != "fp32" and bf16_products(prepared.facts) is not None
 
     def load() -> Tower:
         from app.engine.transformers.tower import PictureTower
@@ -357,8 +378,8 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         if part is not None:
             from app.engine.transformers.mmproj import GgufTower
 
-            return GgufTower(part, checkpoint.location, config.hidden_size, architecture=config.architecture)
-        return PictureTower(checkpoint.directory, config.architecture, scale)
+            return GgufTower(part, checkpoint.location, config)
+        return PictureTower(checkpoint.directory, config, scale, "bfloat16" if has_bf16 else "float32")
 
     return ChatPictureReader(load, settings.max_images, settings.allow_image_urls)
 

@@ -6,6 +6,8 @@ Everything runs on the event loop. The worker thread only calls `on_events` and 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -33,6 +35,8 @@ T = TypeVar("T")
 TimedEvent = tuple[Event, float] | None
 
 _GAIN = 0.1  # weight of a new text in the running mean
+# Of the threads that read pictures: while tokens are computed too, they get about a quarter of the time.
+_PICTURES_NICENESS = 5
 _MIN_TIMED_BYTES = 1_000  # of a shorter text, starting the thread takes most of the time
 
 
@@ -95,7 +99,7 @@ class EngineClient:
         self.texts.open(limits.tokenizer_threads)
         self._quick_grammars.open(1)
         self._slow_grammars.open(1)
-        self._pictures.open(1)
+        self._pictures.open(1, _PICTURES_NICENESS)
 
     def start(self) -> None:
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
@@ -246,6 +250,12 @@ def _slow_prompt() -> RequestTimeout:
     return RequestTimeout("Reading the prompt took longer than the request timeout.")
 
 
+def _give_way(niceness: int) -> None:
+    """Lower the priority of this thread and of those that it starts. Only Linux has priorities of threads."""
+    if niceness and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
 class TextPool:
     """Threads that read prompts beside the event loop: chat templates, tokenization, grammars.
 
@@ -260,9 +270,9 @@ class TextPool:
         self._flags: dict[threading.Event, int] = {}  # flag to cancel it, and bytes, of each chunk of work
         self._seconds_per_byte = 0.0
 
-    def open(self, num_threads: int) -> None:
+    def open(self, num_threads: int, niceness: int = 0) -> None:
         self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="armature-text")
+        self._pool = ThreadPoolExecutor(num_threads, "armature-text", _give_way, (niceness,))
 
     def close(self) -> None:
         """Cancel all work. Threads end after their current chunk."""

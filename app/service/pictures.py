@@ -24,19 +24,29 @@ CACHED_BYTES = 2**28  # of vectors: about a hundred pictures of a small model, o
 
 
 class Vectors(Protocol):
-    """What a picture is in a prompt: its tokens, and runs of vectors: first token, number of rows, FP32 rows."""
+    """What a picture is in a prompt: its tokens, their vectors, from the first token on, and texts before and after."""
 
     @property
     def token_ids(self) -> tuple[int, ...]: ...
 
     @property
-    def runs(self) -> tuple[tuple[int, int, bytes], ...]: ...
+    def runs(self) -> tuple[PromptVectors, ...]: ...
+
+    @property
+    def around(self) -> tuple[str, str]: ...
 
 
 class Tower(Protocol):
-    """The part of a model that reads pictures. `token_id` stands for one in the text of a chat template."""
+    """The part of a model that reads pictures. `token` stands for one in the text of a chat template.
 
+    `cuts_by_number`: one of several pictures is cut differently than a single one. `joins_prompt`: the tokens of a prompt
+    with pictures see each other.
+    """
+
+    token: str
     token_id: int
+    cuts_by_number: bool
+    joins_prompt: bool
 
     def read(self, data: bytes, field: str, is_alone: bool) -> Vectors: ...
 
@@ -47,16 +57,22 @@ class ReadPicture:
 
     vectors: Vectors
     key: bytes
+    placeholder: str
     placeholder_id: int
+    joins_prompt: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPictures:
-    """A prompt with pictures: the tokens that clients see, those of the engine, and the vectors at their places."""
+    """A prompt with pictures: the tokens that clients see, those of the engine, and the vectors at their places.
+
+    `salt`: only equal prompts have keys and values in common, as each token sees all of them.
+    """
 
     token_ids: tuple[int, ...]
     engine_ids: tuple[int, ...]
     vectors: tuple[PromptVectors, ...] = ()
+    salt: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +107,7 @@ class ChatPictureReader:
 
     def _read(self, tower: Tower, picture: Picture, is_alone: bool) -> ReadPicture:
         began, data = time.monotonic(), _decoded(picture)
-        key = hashlib.sha256(b"1" * is_alone + data).digest()
+        key = hashlib.sha256(b"1" * (is_alone and tower.cuts_by_number) + data).digest()
         known = self._known.get(key)
         vectors = known or tower.read(data, picture.field, is_alone)
         self.report(known is not None, time.monotonic() - began)
@@ -101,7 +117,7 @@ class ChatPictureReader:
         self._known.move_to_end(key)
         while self._num_bytes > CACHED_BYTES:
             self._num_bytes -= _num_bytes(self._known.popitem(last=False)[1])
-        return ReadPicture(vectors, key, tower.token_id)
+        return ReadPicture(vectors, key, tower.token, tower.token_id, tower.joins_prompt)
 
 
 def check_pictures(reader: ChatPictureReader | None, reason: str, pictures: Sequence[Picture]) -> ChatPictureReader:
@@ -115,6 +131,18 @@ def check_pictures(reader: ChatPictureReader | None, reason: str, pictures: Sequ
             field=field,
         )
     return reader
+
+
+def surrounded(text: str, pictures: Sequence[ReadPicture]) -> str:
+    """Return the text of a prompt with the texts around each picture beside its placeholder."""
+    parts = text.split(pictures[0].placeholder)
+    if len(parts) != len(pictures) + 1:
+        return text  # which `place_pictures` refuses
+    for place, picture in enumerate(pictures):
+        before, after = picture.vectors.around
+        parts[place] += before + picture.placeholder
+        parts[place + 1] = after + parts[place + 1]
+    return "".join(parts)
 
 
 def place_pictures(token_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> PlacedPictures:
@@ -144,10 +172,14 @@ def place_pictures(token_ids: Sequence[int], pictures: Sequence[ReadPicture]) ->
         shown += picture.vectors.token_ids
         engine += picture.vectors.token_ids
         ids = _vector_ids(picture)
-        for first, num_rows, data in picture.vectors.runs:
-            vectors.append(PromptVectors(start + first, num_rows, data))
-            engine[start + first : start + first + num_rows] = ids[first : first + num_rows]
-    return PlacedPictures(tuple(shown), tuple(engine), tuple(vectors))
+        for run in picture.vectors.runs:
+            vectors.append(run.moved(start))
+            engine[start + run.start : start + run.end] = ids[run.start : run.end]
+    if not pictures[0].joins_prompt:
+        return PlacedPictures(tuple(shown), tuple(engine), tuple(vectors))
+    joined = tuple(one.in_block((0, len(engine))) for one in vectors)
+    salt = hashlib.sha256(struct.pack(f"<{len(engine)}I", *engine)).hexdigest()
+    return PlacedPictures(tuple(shown), tuple(engine), joined, salt)
 
 
 def _vector_ids(picture: ReadPicture) -> list[int]:
@@ -168,4 +200,4 @@ def _decoded(picture: Picture) -> bytes:
 
 
 def _num_bytes(vectors: Vectors) -> int:
-    return sum(len(data) for _, _, data in vectors.runs)
+    return sum(len(run.data) for run in vectors.runs)

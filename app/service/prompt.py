@@ -21,7 +21,7 @@ from app.messages import (
     SamplingParams,
     ThinkingLimit,
 )
-from app.service.pictures import PlacedPictures, ReadPicture, place_pictures
+from app.service.pictures import PlacedPictures, ReadPicture, place_pictures, surrounded
 from app.service.requests import MEDIA_MARKER, GenerationRequest, Infill, Tool
 from app.service.served_model import ServedDecoder, ServedEncoder, ServingLimits
 from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
@@ -86,7 +86,8 @@ class Prompt:
     ) -> Generate:
         tokens = self.placed.engine_ids, self.params, arrived_at, self.bad_word_ids
         more = self.thinking, self.placed.vectors
-        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt, definition, *more)
+        salt = f"{cache_salt or ''}\0{self.placed.salt}" if self.placed.salt else cache_salt
+        return Generate(request_id, *tokens, self.grammar, adapter, salt, definition, *more)
 
 
 def read_prompt(model: ServedDecoder, request: GenerationRequest, pictures: Sequence[ReadPicture] = ()) -> Prompt:
@@ -229,8 +230,8 @@ def tokenize_prompt(
         _check_with_pictures(request)
     wanted = _wanted_tokens(model.context, request)
     if pictures and request.prompt is not None:
-        request = replace(request, prompt=_with_placeholders(model, request.prompt, pictures))
-    field, ids = _prompt_ids(model, request, wanted)
+        request = replace(request, prompt=_with_placeholders(request.prompt, pictures))
+    field, ids = _prompt_ids(model, request, wanted, pictures)
     if wanted.truncates and wanted.number is not None:
         ids = ids[-wanted.number :] if wanted.keeps_end else ids[: wanted.number]
     if not ids:
@@ -256,14 +257,14 @@ def _check_with_pictures(request: GenerationRequest) -> None:
             raise UnsupportedParameter(f"{name} cannot be combined with pictures: leave it out.", field=name)
 
 
-def _with_placeholders(model: ServedDecoder, prompt: str, pictures: Sequence[ReadPicture]) -> str:
+def _with_placeholders(prompt: str, pictures: Sequence[ReadPicture]) -> str:
     """Return a prompt with the token that stands for a picture in place of each marker."""
     if (count := prompt.count(MEDIA_MARKER)) != len(pictures):
         raise InvalidRequest(
             f"The prompt has {count} places for {len(pictures)} pictures: write {MEDIA_MARKER} for each.",
             field="prompt",
         )
-    return prompt.replace(MEDIA_MARKER, model.tokenizer.token_text(pictures[0].placeholder_id))
+    return surrounded(prompt.replace(MEDIA_MARKER, pictures[0].placeholder), pictures)
 
 
 def prompt_size(request: GenerationRequest) -> int:
@@ -315,6 +316,7 @@ def chat_token_ids(
     arguments: Mapping[str, Any],
     options: ChatOptions | None = None,
     wanted: WantedTokens = ALL_TOKENS,
+    pictures: Sequence[ReadPicture] = (),
 ) -> list[int]:
     """Return a conversation's token ids. The template writes all special tokens: none are added, as in transformers."""
     try:
@@ -326,7 +328,7 @@ def chat_token_ids(
             if least > wanted.number:
                 raise prompt_too_long(model.context, "messages", least) from None
         raise
-    return _text_ids(model, text, False, wanted, "messages")
+    return _text_ids(model, surrounded(text, pictures) if pictures else text, False, wanted, "messages")
 
 
 def render_chat(
@@ -437,14 +439,16 @@ def _infill_ids(model: ServedDecoder, request: GenerationRequest, infill: Infill
     return form.prompt_ids(prompt, begin)
 
 
-def _prompt_ids(model: ServedDecoder, request: GenerationRequest, wanted: WantedTokens) -> tuple[str, Sequence[int]]:
+def _prompt_ids(
+    model: ServedDecoder, request: GenerationRequest, wanted: WantedTokens, pictures: Sequence[ReadPicture]
+) -> tuple[str, Sequence[int]]:
     if request.infill is not None:
         return "prompt", _infill_ids(model, request, request.infill)
     if model.source is not None:
         return _source_ids(model, model.source, request, wanted)
     if request.messages is not None:
         arguments, options = request.template_arguments, request.chat_options
-        return "messages", chat_token_ids(model, request.messages, arguments, options, wanted)
+        return "messages", chat_token_ids(model, request.messages, arguments, options, wanted, pictures)
     if request.prompt is not None:
         return "prompt", _text_ids(model, request.prompt, request.add_special_tokens, wanted, "prompt")
     ids = request.token_ids or ()

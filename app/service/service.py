@@ -22,7 +22,7 @@ from app.service.engine_client import EngineClient, ProcessPlace, WorkerInterfac
 from app.service.generate import OpenGeneration
 from app.service.open_request import OpenRequest
 from app.service.pictures import ReadPicture, place_pictures
-from app.service.prompt import chat_token_ids, check_ids, messages_size, render_chat
+from app.service.prompt import ALL_TOKENS, chat_token_ids, check_ids, messages_size, render_chat
 from app.service.request_log import CLIENT_REQUEST, ClientRequest
 from app.service.requests import (
     DirectOutput,
@@ -258,7 +258,7 @@ class Service:
             with self._client.admission.permit():
                 found = await self._client.look(self.decoder, pictures)
         size = messages_size(messages)
-        ids = await self._read(size, chat_token_ids, self.decoder, messages, arguments, options)
+        ids = await self._read(size, chat_token_ids, self.decoder, messages, arguments, options, ALL_TOKENS, found)
         return place_pictures(ids, found).token_ids if found else ids
 
     async def render_chat(

@@ -57,7 +57,7 @@ from armature_kernels.linear.layout import LAYOUTS
 log = logging.getLogger(__name__)
 
 AnyConfig = ModelConfig | EncoderConfig | TransformersConfig
-EngineChoice = Literal["auto", "native", "transformers"]  # the setting `engine`
+EngineChoice = Literal["auto", "native", "transformers", "onnxruntime"]  # the setting `engine`
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -27,6 +27,7 @@ class AttentionSpec:
     position. The outermost columns serve larger distances.
     `slopes` [heads] FP32 times key position - query position is added to the scores (ALiBi, arXiv 2108.12409).
     `sinks` [heads] FP32 are the scores of a further position that every query sees and whose value is zero.
+    `sees_blocks`: tokens of a block of the step, such as a picture, see each other in both directions, in the window.
     """
 
     scale: float
@@ -37,6 +38,7 @@ class AttentionSpec:
     distance_bias: Tensor | None = None
     slopes: Tensor | None = None
     sinks: Tensor | None = None
+    sees_blocks: bool = False
 
     @property
     def has_plain_scores(self) -> bool:
@@ -77,10 +79,15 @@ class AttendWithStates(Attend, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenVectors:
-    """Inputs of the first layer, FP32 [rows, hidden], in place of the embedding of the tokens at `rows` of a step."""
+    """What pictures are in a step, at its tokens `rows`.
+
+    `values` FP32 [rows, size] take the place of embeddings; further elements are added to the results of the first
+    layers. `axes` int64 [3, tokens] are the positions of all tokens in three axes, if they differ.
+    """
 
     rows: Tensor
     values: Tensor
+    axes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

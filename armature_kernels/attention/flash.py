@@ -166,8 +166,12 @@ def _blockwise_attention(
 
 
 def _masked_flash_attention(queries: Tensor, context: Segment, ahead: Tensor, spec: AttentionSpec) -> Tensor:
+    return _flash_of_seen(queries, context, is_seen(ahead, spec.window), spec)
+
+
+def _flash_of_seen(queries: Tensor, context: Segment, seen: Tensor, spec: AttentionSpec) -> Tensor:
     heads = queries.flatten(1, 2).transpose(0, 1).unsqueeze(0)
-    bias = torch.zeros(ahead.shape, dtype=queries.dtype).masked_fill_(~is_seen(ahead, spec.window), -torch.inf)
+    bias = torch.zeros(seen.shape, dtype=queries.dtype).masked_fill_(~seen, -torch.inf)
     key, value = context.key.transpose(0, 1).unsqueeze(0), context.value.transpose(0, 1).unsqueeze(0)
     result: Tensor = _flash(heads, key, value, 0.0, False, attn_mask=bias, scale=spec.scale)[0]
     return result.squeeze(0).transpose(0, 1).reshape(queries.shape)
@@ -175,9 +179,52 @@ def _masked_flash_attention(queries: Tensor, context: Segment, ahead: Tensor, sp
 
 def _materialised_attention(queries: Tensor, context: Segment, ahead: Tensor, spec: AttentionSpec) -> Tensor:
     """Materialise the scores in float32, which is the only method if they are not plain, and compute the attention."""
+    return _materialised_of_seen(queries, context, ahead, is_seen(ahead, spec.window), spec)
+
+
+def _materialised_of_seen(
+    queries: Tensor, context: Segment, ahead: Tensor, seen: Tensor, spec: AttentionSpec
+) -> Tensor:
     scores = torch.einsum("qkgd,ckd->kgqc", queries.float(), context.key.float()).mul_(spec.scale)
-    weights = attention_weights(scores.flatten(0, 1), ahead, is_seen(ahead, spec.window), spec).view(scores.shape)
+    weights = attention_weights(scores.flatten(0, 1), ahead, seen, spec).view(scores.shape)
     return torch.einsum("kgqc,ckd->qkgd", weights, context.value.float()).to(queries.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRow:
+    """Tokens of a sequence in the block of positions `[block[0], block[1])`, whose tokens see each other.
+
+    They are rows `[first, first + num_tokens)` of the batch, at positions from `start` to the block's end.
+    """
+
+    first: int
+    num_tokens: int
+    start: int
+    block: tuple[int, int]
+    runs: tuple[KvSegment, ...]
+
+
+def attend_in_blocks(query: Tensor, kv: KvRows, blocks: Iterable[BlockRow], spec: AttentionSpec, out: Tensor) -> None:
+    """Overwrite the rows of blocks in `out` [tokens, heads, head_dim], which causal attention computed.
+
+    A token sees the tokens before it and all of its block, except those that are before its window.
+    """
+    heads, head_dim = query.shape[1:]
+    for row in blocks:
+        end = row.start + row.num_tokens
+        low = 0 if spec.window is None else max(0, row.start + 1 - spec.window)
+        context = _join_segments(_segments_between(context_segments(row.runs, kv), low, end))
+        own = query[row.first : row.first + row.num_tokens].to(context.key.dtype)
+        queries = own.view(row.num_tokens, context.key.shape[1], -1, head_dim)
+        ahead = torch.arange(low, end) - torch.arange(row.start, end).unsqueeze(1)
+        seen = (ahead <= 0) | (torch.arange(low, end) >= row.block[0])
+        seen &= ahead > -(spec.window or end + 1)
+        result = (
+            _flash_of_seen(queries, context, seen, spec)
+            if spec.has_plain_scores
+            else _materialised_of_seen(queries, context, ahead, seen, spec)
+        )
+        out[row.first : row.first + row.num_tokens] = result.reshape(row.num_tokens, heads, head_dim)
 
 
 def _segments_between(segments: Rows[Segment], start: int, end: int) -> list[Segment]:

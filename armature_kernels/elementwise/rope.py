@@ -53,6 +53,13 @@ def rope_angles_torch(positions: Tensor, frequencies: Tensor, scale: float = 1.0
     return (cos, sin) if scale == 1.0 else (cos.mul_(scale), sin.mul_(scale))
 
 
+def rope_angles_of_axes(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> RopeAngles:
+    """Compute RoPE angles as `rope_angles`, where each frequency has positions of its own, int64 [tokens, dim / 2]."""
+    half = positions.to(torch.float32) * frequencies
+    angle = torch.cat((-half, half), 1)[:, None]
+    return angle.cos().mul_(scale), angle.sin().mul_(scale)
+
+
 def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Tensor:
     """Return queries [tokens, num_heads, head_dim] for attention; write keys and values to rows `written`.
 

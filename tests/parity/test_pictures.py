@@ -14,8 +14,10 @@ import pytest
 from PIL import Image
 
 from app.engine.scheduler.batch import Batch
+from app.engine.transformers.tower import PictureTower
 from app.errors import InvalidRequest
 from app.messages import FIRST_VECTOR_ID, RequestFailed, SamplingParams, TokensReady
+from app.models.decoders.config import ModelConfig
 from app.server.prepare import prepare
 from app.server.startup import make_served_model, read_chat_template
 from app.service.prompt import Prompt, read_prompt, render_chat
@@ -23,10 +25,13 @@ from app.service.requests import GenerationRequest, Picture
 from app.service.served_model import ServedDecoder
 from app.settings import Settings
 from app.text.tokenizer_check import try_and_load
-from picture_checkpoints import FAMILIES, Reference, write_reader
+from picture_checkpoints import FORMS, Reference, write_reader
+from quantized_files import write_as_gptq
 
 NUM_TOKENS = 8
-FAST = ("SmolVLMForConditionalGeneration/llama", "LlavaNextForConditionalGeneration/granite")
+AXES, BLOCKS = "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"
+LARGE_BLOCKS = "Gemma4ForConditionalGeneration/both directions"
+FAST = ("SmolVLMForConditionalGeneration/llama", "LlavaNextForConditionalGeneration/granite", AXES, BLOCKS)
 
 
 def picture(width: int, height: int, seed: int) -> Any:
@@ -126,30 +131,35 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in FORMS]
 )
 def test_text_is_that_of_the_library_alone_and_in_a_crowd(name: str, served: Callable[..., Served]) -> None:
     one = served(name)
-    expected = [one.expected(talk) for talk in TALKS.values()]
+    talks = [talk for kind, talk in TALKS.items() if kind != "text" or "PaliGemma" not in name]
+    expected = [one.expected(talk) for talk in talks]
     assert len({tuple(text) for text in expected}) > 2, "the pictures matter"
-    alone = [one.texts([talk])[0] for talk in TALKS.values()]
+    alone = [one.texts([talk])[0] for talk in talks]
     assert alone == expected
-    assert one.texts(list(TALKS.values())) == expected, "with what the first ones left in the prefix cache"
+    assert one.texts(talks) == expected, "with what the first ones left in the prefix cache"
 
 
-def test_prompts_in_small_parts_have_the_same_text(served: Callable[..., Served]) -> None:
-    one = served(FAST[0], max_batch_tokens=5, max_running_seqs=4)
+@pytest.mark.parametrize("name", [FAST[0], AXES, BLOCKS, LARGE_BLOCKS])
+def test_prompts_in_small_parts_have_the_same_text(name: str, served: Callable[..., Served]) -> None:
+    one = served(name, max_batch_tokens=5, max_running_seqs=4)
     assert one.texts(list(TALKS.values())) == [one.expected(talk) for talk in TALKS.values()]
 
 
-def test_the_second_question_computes_neither_the_picture_nor_its_tokens_again(served: Callable[..., Served]) -> None:
-    one = served(FAST[0])
+@pytest.mark.parametrize("name", [FAST[0], AXES, BLOCKS])
+def test_the_second_question_computes_neither_the_picture_nor_its_tokens_again(
+    name: str, served: Callable[..., Served]
+) -> None:
+    one = served(name)
     known: list[bool] = []
     assert one.model.pictures is not None
     one.model.pictures.report = lambda is_known, seconds: known.append(is_known)
-    first: Talk = [("user", [WIDE, "What is it?"])]
-    second: Talk = [("user", [WIDE, "Where is it?"])]
-    other: Talk = [("user", [picture(90, 50, 9), "Where is it?"])]
+    first: Talk = [("user", [WIDE, TALL, "What is it?"])]
+    second: Talk = [("user", [WIDE, TALL, "Where is it?"])]
+    other: Talk = [("user", [picture(90, 50, 9), TALL, "Where is it?"])]
     assert one.texts([first]) == [one.expected(first)]
     batches: list[Batch] = []
     run = one.engine.runner.run
@@ -160,7 +170,32 @@ def test_the_second_question_computes_neither_the_picture_nor_its_tokens_again(s
     batches.clear()
     assert one.texts([other]) == [one.expected(other)]
     assert batches[0].cached_tokens < 10, "another picture with the same tokens is another prompt"
-    assert known == [False, True, True, False]
+    assert known == [False, False, *[True] * 4, False, True]
+
+
+def test_a_quantized_language_model_has_the_tower_of_the_plain_one(tmp_path: Path) -> None:
+    reference = write_reader(tmp_path / "plain", AXES)
+    quantized = serve(write_as_gptq(tmp_path / "plain", tmp_path / "gptq", 32), reference, precision="auto")
+    plain = serve(tmp_path / "plain", reference)
+    prompts = [one.prompt(TALKS["two"]) for one in (plain, quantized)]
+    assert prompts[0].placed == prompts[1].placed and len(prompts[0].placed.vectors) == 2
+    assert len(quantized.texts([TALKS["two"]])[0]) == NUM_TOKENS
+    for one in (plain, quantized):
+        one.model.close()
+
+
+def test_a_tower_in_bf16_has_nearly_the_same_vectors(tmp_path: Path) -> None:
+    write_reader(tmp_path, AXES)
+    config = prepare(Settings(model=tmp_path, cache_dir=tmp_path / "cache")).checkpoint.model_config
+    assert isinstance(config, ModelConfig)
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        tower = PictureTower(tmp_path, config, dtype=dtype)
+        run = tower.read(file_of(WIDE), "messages", True).runs[0]
+        assert (len(run.data), run.num_places) == (run.num_rows * 4 * 3 * 32, 4)
+        found.append(numpy.frombuffer(run.data, "<f4"))
+    similarity = found[0] @ found[1] / numpy.linalg.norm(found[0]) / numpy.linalg.norm(found[1])
+    assert 0.999 < similarity < 1.0
 
 
 def test_penalties_know_no_tokens_of_pictures(served: Callable[..., Served]) -> None:

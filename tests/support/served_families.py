@@ -34,7 +34,7 @@ _GPT = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _NO_HEAD_DIM = {name: value for name, value in TINY.items() if name != "head_dim"}
 _ALIKE = {name: value for name, value in _NO_HEAD_DIM.items() if name != "num_key_value_heads"}
 _WINDOW = {"sliding_window": 6}
@@ -218,7 +218,7 @@ _GRANITE_HYBRID = {
     "shared_intermediate_size": 40,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }
-_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 40}
+_SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
 _GEMMA4 = {
     **TINY,
     **_WINDOW,
@@ -305,7 +305,7 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Glm4ForCausalLM": TINY,
     "HeliumForCausalLM": TINY,
     "CwmForCausalLM": {**TINY, **_WINDOW},
-    "Lfm2MoeForCausalLM": {**_NO_HEAD_DIM, **_EXPERTS, **_CONVOLUTIONS, "num_dense_layers": 1},
+    "Lfm2MoeForCausalLM": {**_NO_HEAD_DIM, **EXPERTS, **_CONVOLUTIONS, "num_dense_layers": 1},
     "Lfm2ForCausalLM": {**_NO_HEAD_DIM, **_CONVOLUTIONS, "block_multiple_of": 8},
     "Lfm3ForCausalLM": {
         **TINY,
@@ -357,22 +357,22 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "MixtralForCausalLM": {**TINY, "num_local_experts": 5, "num_experts_per_tok": 2},
     "PhimoeForCausalLM": {**_PHIMOE, "attention_bias": True, "lm_head_bias": True},
     "Ernie4_5_MoeForCausalLM": {**_ERNIE, "moe_norm_min": 1e-12},
-    "Qwen2MoeForCausalLM": {**_NO_HEAD_DIM, **_EXPERTS, "shared_expert_intermediate_size": 40},
-    "Qwen3MoeForCausalLM": {**TINY, **_EXPERTS},
+    "Qwen2MoeForCausalLM": {**_NO_HEAD_DIM, **EXPERTS, "shared_expert_intermediate_size": 40},
+    "Qwen3MoeForCausalLM": {**TINY, **EXPERTS},
     "OlmoeForCausalLM": {**_NO_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 2},
     "GraniteMoeForCausalLM": _GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": {**_GRANITE_MOE, "shared_intermediate_size": 40},
     "GraniteSWAForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS, **_WINDOW, "layer_rope_theta": [5000.0, 0.0, 700.0, 0.0]},
     "GraniteMoeSWAForCausalLM": {**_GRANITE_MOE, **_WINDOW, "shared_intermediate_size": 40},
-    "Dots1ForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
-    "SolarOpenForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "n_group": 3, "topk_group": 2},
+    "Dots1ForCausalLM": {**TINY, **EXPERTS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "SolarOpenForCausalLM": {**TINY, **EXPERTS, "n_routed_experts": 6, "n_group": 3, "topk_group": 2},
     "MiniMaxM2ForCausalLM": {**TINY, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 4},
-    "ExaoneMoeForCausalLM": {**TINY, **_EXPERTS, **_WINDOW, "first_k_dense_replace": 1},
+    "ExaoneMoeForCausalLM": {**TINY, **EXPERTS, **_WINDOW, "first_k_dense_replace": 1},
     "HunYuanMoEV1ForCausalLM": {**TINY, "num_experts": 6, "moe_topk": [3, 3, 3, 3]},
-    "HYV3ForCausalLM": {**TINY, **_EXPERTS, "num_shared_experts": 2},
+    "HYV3ForCausalLM": {**TINY, **EXPERTS, "num_shared_experts": 2},
     "AfmoeForCausalLM": {
         **TINY,
-        **_EXPERTS,
+        **EXPERTS,
         **_WINDOW,
         "num_shared_experts": 2,
         "route_scale": 1.5,
@@ -381,7 +381,7 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "FlexOlmoForCausalLM": {**_NO_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 3},
     "MellumForCausalLM": {
         **TINY,
-        **_EXPERTS,
+        **EXPERTS,
         **_WINDOW,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
@@ -398,7 +398,7 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "GptOssForCausalLM": _GPT_OSS,
     "BloomForCausalLM": _BLOOM,
     "MptForCausalLM": _MPT,
-    "Glm4MoeForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "use_qk_norm": True},
+    "Glm4MoeForCausalLM": {**TINY, **EXPERTS, "n_routed_experts": 6, "use_qk_norm": True},
     "DeepseekV2ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
     "Glm4MoeLiteForCausalLM": {**_DEEPSEEK, "v_head_dim": 16, "n_shared_experts": 1},
     "YoutuForCausalLM": {**_LATENT, "pad_token_id": None},  # transformers clears the row of a padding token

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
 from app.backends.base import HostBackend
 from app.engine.decoder.adapters import AdapterSlots
 from app.engine.decoder.kv_cache import KvCache
+from app.engine.decoder.picture_rows import block_rows, text_positions, vectors_of
 from app.engine.sampling.sampler import Sampler, TokenMasks, sample_top_logits, score_prompts, top_logits_request
 from app.engine.scheduler.batch import (
     Batch,
@@ -35,8 +35,9 @@ from app.engine.scheduler.speculation import MAX_SPECULATIVE_ROWS
 from app.messages import FIRST_VECTOR_ID, TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, QkvHeads, split_into_decodes
-from armature_kernels.attention.context import AttendWithStates, AttentionSpec, StepContext, TokenVectors
+from armature_kernels.attention.context import AttendWithStates, AttentionSpec, StepContext
 from armature_kernels.attention.convolution import convolve
+from armature_kernels.attention.flash import BlockRow, attend_in_blocks
 from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs, StateRun, StateStep, kept_inputs, recur
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from armature_kernels.elementwise.rope import apply_rope_and_write_kv
@@ -150,13 +151,13 @@ class CpuDecoderRunner(RunsAtOnce):
             start, draft_ids, end = span.start, span.draft_ids, span.end
             token_ids += span.sequence.token_ids[start : end - len(draft_ids)]
             token_ids += draft_ids
-            positions += range(start, end)
+            positions += text_positions(span) if span.sequence.vectors else range(start, end)
             if span.samples:
                 logit_rows += range(len(token_ids) - len(draft_ids) - 1, len(token_ids))
         attend = self._attention.begin(spans)
         if self._adapters is not None:
             self._adapters.begin(spans)
-        vectors = vectors_of(spans)
+        vectors = vectors_of(spans) if any(span.sequence.vectors for span in spans) else None
         if vectors is not None:
             token_ids = [token if token < FIRST_VECTOR_ID else 0 for token in token_ids]
         num_rows = len(token_ids) if all_rows else len(logit_rows)
@@ -171,22 +172,6 @@ class CpuDecoderRunner(RunsAtOnce):
 
     def _to_model_device(self, values: Tensor) -> Tensor:
         return to_model_device(values, self.backend.device)
-
-
-def vectors_of(spans: tuple[ScheduledSpan, ...]) -> TokenVectors | None:
-    """Return the vectors at positions that the spans compute; None if there are none."""
-    rows: list[int] = []
-    values: list[Tensor] = []
-    first = 0
-    for span in spans:
-        for part in span.sequence.vectors:
-            start, end = max(part.start, span.start), min(part.end, span.end)
-            if start < end:
-                rows += range(first + start - span.start, first + end - span.start)
-                held = numpy.frombuffer(part.data, dtype="<f4").reshape(part.num_rows, -1)
-                values.append(torch.tensor(held[start - part.start : end - part.start]))
-        first += span.num_tokens
-    return TokenVectors(torch.tensor(rows), torch.cat(values)) if rows else None
 
 
 def to_model_device(values: Tensor, device: torch.device) -> Tensor:
@@ -216,6 +201,7 @@ class StepAttention:
         self._parts: list[tuple[slice, list[AttentionSequence]]] = []
         self._rows = Int64Buffer(_MAX_FIXED_TOKENS)
         self._written = self._rows.tensor[:0]
+        self._blocks: list[BlockRow] = []
 
     def begin(self, spans: tuple[ScheduledSpan, ...]) -> AttendWithStates:
         """Prepare the attention of the next step. The previous step's description is overwritten."""
@@ -225,6 +211,8 @@ class StepAttention:
         for span in spans:
             rows.append(AttentionSequence(first, span.num_tokens, span.start, self._kv_cache.kv_segments(span)))
             first += span.num_tokens
+        has_blocks = any(part.block for span in spans for part in span.sequence.vectors)
+        self._blocks = block_rows(spans, [row.runs for row in rows]) if has_blocks else []
         if self._kv_cache.states:
             pairs = zip(rows, spans, strict=True)
             self._states.fill([run for row, span in pairs for run in _state_runs(row.first, span)])
@@ -249,12 +237,16 @@ class StepAttention:
         kv = self._kv_cache.layers[layer].heads_of(heads)
         query = apply_rope_and_write_kv(heads, kv, self._written)
         if len(self._parts) < 2:
-            return self._attend(query, kv, spec).flatten(1)
-        results = []
-        for own, rows in self._parts:
-            self._step.fill(rows)
-            results.append(self._attend(query[own], kv, spec))
-        return torch.cat(results).flatten(1)
+            mixed = self._attend(query, kv, spec)
+        else:
+            results = []
+            for own, rows in self._parts:
+                self._step.fill(rows)
+                results.append(self._attend(query[own], kv, spec))
+            mixed = torch.cat(results)
+        if spec.sees_blocks and self._blocks:
+            attend_in_blocks(query, kv, self._blocks, spec, mixed)
+        return mixed.flatten(1)
 
     def recur(self, layer: int, inputs: RecurrentInputs, recurrence: Recurrence) -> Tensor:
         sizes, states = recurrence.sizes, self._kv_cache.states[layer]

@@ -301,6 +301,15 @@ def next_span(sequence: Sequence, num_tokens: int) -> ScheduledSpan:
     )
 
 
+def tokens_in_whole_blocks(sequence: Sequence, num_tokens: int) -> int:
+    """Return the tokens to compute next, about so many, that end in no block whose tokens see each other."""
+    start = sequence.num_computed
+    for block in [part.block for part in sequence.vectors if part.block is not None]:
+        if block[0] < start + num_tokens < block[1]:
+            return (block[0] if block[0] > start else block[1]) - start
+    return num_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class ScoredSpan:
     """The positions `[start, end)` of a span whose logits score the next tokens of its prompt."""

@@ -27,6 +27,7 @@ from app.engine.scheduler.batch import (
     next_span,
     scored_spans,
     token_events,
+    tokens_in_whole_blocks,
 )
 from app.engine.scheduler.beam_search import BeamGroup, Continuation, beam_search_finished
 from app.engine.scheduler.kv_allocator import (
@@ -295,7 +296,7 @@ class Scheduler:
             )
             if self.prefix_store is not None:
                 shares, cached = self._read_prefixes(self.prefix_store, list(shares), bool(spans))
-            prefills = [next_span(sequence, tokens) for sequence, tokens in shares]
+            prefills = self._prefill_spans(shares)
             spans += prefills
         if not spans:
             assert not self.queues.waiting, "an idle engine admits the oldest request"
@@ -310,6 +311,18 @@ class Scheduler:
         released, scored = self.pool.take_released(), scored_spans(prefills) if prefills else ()
         states = self.pool.take_state_copies()
         return Batch(tuple(spans), copies, released, cached, self._num_preempted, scored=scored, state_copies=states)
+
+    def _prefill_spans(self, shares: Iterable[tuple[Sequence, int]]) -> list[ScheduledSpan]:
+        """Return the spans of prompts with their tokens. One of them may have more, to the end of a block."""
+        spans: list[ScheduledSpan] = []
+        exceeds = False
+        for sequence, tokens in shares:
+            tokens = self._allocator.until_checkpoint(sequence, tokens)
+            whole = tokens_in_whole_blocks(sequence, tokens) if sequence.vectors else tokens
+            if whole <= tokens or not exceeds:
+                exceeds |= whole > tokens
+                spans.append(next_span(sequence, whole))
+        return spans
 
     def schedule_ahead(self, batch: Batch) -> Batch | None:
         """Return the batch that follows `batch`, which is in flight: the same sequences, one position further.

@@ -10,6 +10,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from app.engine.transformers.tower import PictureTower
+from app.models.decoders.config import ModelConfig
 from app.text.tokenizer_files import read_tokenizer_files
 from app.weights.gguf.mmproj import PicturePart
 from app.weights.tensor_reader import MappedFiles
@@ -18,11 +19,11 @@ _TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
 
 
 class GgufTower(PictureTower):
-    """A tower whose parts are in a GGUF file. `model` has the tokens, `hidden_size` is the width of its vectors."""
+    """A tower whose parts are in a GGUF file. `model` has the tokens, `config` the width of its vectors."""
 
-    def __init__(self, part: PicturePart, model: Path, hidden_size: int, **more: Any) -> None:
-        self._part, self._width = part, hidden_size
-        super().__init__(model, **more)
+    def __init__(self, part: PicturePart, model: Path, config: ModelConfig) -> None:
+        self._part, self._width = part, config.hidden_size
+        super().__init__(model, config)
 
     def _parts(self, location: Path, name: str) -> tuple[Any, Any, int]:
         part = self._part

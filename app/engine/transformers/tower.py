@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,35 +19,55 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+from app.engine.picture_files import read_picture
 from app.engine.transformers.build import import_library
-from app.engine.transformers.pictures import read_picture
+from app.engine.transformers.picture_processors import PROCESSORS
 from app.errors import InvalidRequest, UnsupportedParameter
+from app.messages import PromptVectors
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.families import DECODER_FAMILIES
 from app.weights.files import read_optional
 
 _LOG = logging.getLogger(__name__)
 _NOT_A_VECTOR = 12345.0  # in place of the embeddings of tokens of the text
-# One of several pictures is cut differently than a single one.
 _CUT_BY_NUMBER = ("LlavaOnevisionForConditionalGeneration",)
+_NOT_LOADED = frozenset({"video_processor", "feature_extractor"})  # parts of processors, of videos and sounds
 _NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _LIBRARY_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, OSError)
 
 
 class PictureVectors:
-    """What a picture is in a prompt: its tokens, and runs of vectors FP32, each with its first token among them."""
+    """What a picture is in a prompt: its tokens, runs of vectors, counted from the first token, and texts around it."""
 
-    def __init__(self, token_ids: tuple[int, ...], inputs: Tensor) -> None:
-        self.token_ids = token_ids
-        self.runs = tuple(_runs(inputs))
+    def __init__(self, token_ids: Sequence[int], runs: Iterable[PromptVectors], around: tuple[str, str]) -> None:
+        self.token_ids, self.runs, self.around = tuple(token_ids), tuple(runs), around
+
+
+@dataclass(frozen=True, slots=True)
+class _TextInputs:
+    """What a language model gets: vectors [tokens, hidden], more for the results of its first layers, positions.
+
+    `added` [layers, tokens, hidden] is zero where there is no vector. `places` [3, tokens] int64, or None with one axis.
+    """
+
+    vectors: Tensor
+    added: Tensor
+    places: Tensor | None
 
 
 class PictureTower:
-    """One thread may call it. `scale` is multiplied with the vectors, as the decoder does with its embeddings."""
+    """One thread may call it. `scale` is multiplied with the vectors, as the decoder does with its embeddings.
 
-    def __init__(self, directory: Path, architecture: str, scale: float = 1.0) -> None:
+    `cuts_by_number`, `joins_prompt`: as in `app.service.pictures.Tower`.
+    """
+
+    def __init__(self, directory: Path, config: ModelConfig, scale: float = 1.0, dtype: str = "float32") -> None:
         """Load the tower. Raises `UnsupportedParameter` if the library cannot."""
         import_library()
-        name = architecture.partition("/")[0]
-        self._scale, self._cuts_by_number = scale, name in _CUT_BY_NUMBER
+        name = config.architecture.partition("/")[0]
+        self._scale, self._joins, self._dtype = scale, config.blocks != "none", getattr(torch, dtype)
+        self.cuts_by_number = name in _CUT_BY_NUMBER
+        self.joins_prompt = DECODER_FAMILIES[config.architecture].joins_prompt
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
@@ -60,18 +81,20 @@ class PictureTower:
         self._model: Any = model.model
         self._text_model = self._model.get_decoder()
         self._model.set_input_embeddings(_NoEmbedding(self._hidden_size))
-        self.token_id = int(self._processor.image_token_id)
+        self.token, self.token_id = str(self._processor.image_token), int(self._processor.image_token_id)
+        known = () if self.joins_prompt else self._processor.tokenizer.added_tokens_decoder
+        self._known_tokens = {self.token_id, *known}
         _LOG.info("pictures are read by %s", type(self._model).__name__)
 
     def _parts(self, directory: Path, name: str) -> tuple[Any, Any, int]:
         """Return the processor, the model, and the size of its vectors."""
         processor: Any = _processor_class(directory).from_pretrained(directory, local_files_only=True)
-        return processor, *_load(directory, getattr(transformers, name))
+        return processor, *_load(directory, getattr(transformers, name), self._dtype)
 
     def read(self, data: bytes, field: str, is_alone: bool) -> PictureVectors:
         """Return the vectors of a picture. Raises `InvalidRequest` if it cannot be read."""
         picture = read_picture(data, field)
-        count = 1 if is_alone or not self._cuts_by_number else 2
+        count = 1 if is_alone or not self.cuts_by_number else 2
         try:
             inputs = self._processor(
                 text=[self._processor.image_token * count],
@@ -85,24 +108,57 @@ class PictureTower:
                 f"{field}, of {size} pixels, is none for this model: {_first_line(error)}", field
             ) from error
         with torch.inference_mode():
-            vectors = self._inputs_of_text(inputs)
+            found = self._inputs_of_text(inputs)
         ids = inputs["input_ids"][0].tolist()
-        length = len(ids) // count
-        return PictureVectors(tuple(ids[:length]), vectors[:length] * self._scale)
+        ids = ids[: len(ids) // count]
+        # Words around the tokens of a picture are tokenized with the text beside them.
+        places = [place for place, token in enumerate(ids) if token in self._known_tokens]
+        first, end = places[0], places[-1] + 1
+        runs = self._runs(found, first, end)
+        decode = self._processor.tokenizer.decode
+        around = ("", "") if self.joins_prompt else (decode(ids[:first]), decode(ids[end:]))
+        return PictureVectors(ids[first:end], runs, around)
 
-    def _inputs_of_text(self, inputs: Any) -> Tensor:
-        """Return what the language model gets for these tokens [tokens, hidden]; where it is a vector."""
-        given: list[Tensor] = []
+    def _inputs_of_text(self, inputs: Any) -> _TextInputs:
+        given: list[dict[str, Any]] = []
 
         def note(module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
-            given.append(named["inputs_embeds"])
+            given.append(named)
 
         hook = self._text_model.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            self._model(**inputs, use_cache=False)
+            given_to_all = {name: self._cast(value) for name, value in inputs.items() if name != "labels"}
+            self._model(**given_to_all, use_cache=False)
         finally:
             hook.remove()
-        return given[0][0].float()
+        named = given[0]
+        vectors = named["inputs_embeds"][0].float()
+        features = named.get("deepstack_visual_embeds") or []
+        added = torch.zeros(len(features), *vectors.shape)
+        for layer, feature in zip(added, features, strict=True):
+            layer[named["visual_pos_masks"][0]] = feature.float()
+        places = named.get("position_ids")
+        return _TextInputs(vectors, added, places[-3:, 0] if places is not None and places.dim() == 3 else None)
+
+    def _cast(self, value: Any) -> Any:
+        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def _runs(self, found: _TextInputs, first: int, end: int) -> Iterator[PromptVectors]:
+        """Yield the runs of vectors among the tokens from `first` to `end`."""
+        is_vector = (found.vectors[first:end] != _NOT_A_VECTOR).any(1).tolist()
+        for is_run, group in groupby(range(first, end), key=lambda token: is_vector[token - first]):
+            tokens = list(group)
+            if not is_run:
+                continue
+            own = slice(tokens[0], tokens[-1] + 1)
+            data = torch.cat((found.vectors[own] * self._scale, *found.added[:, own]), 1).contiguous().numpy().tobytes()
+            places, num_places = b"", 0
+            if found.places is not None:
+                relative = found.places[:, own] - found.places[0, tokens[0]]
+                places, num_places = relative.contiguous().numpy().tobytes(), int(relative.max()) + 1
+            start = tokens[0] - first
+            block = (start, start + len(tokens)) if self._joins else None
+            yield PromptVectors(start, len(tokens), data, places, num_places, block)
 
 
 class _NoEmbedding(nn.Module):
@@ -123,8 +179,10 @@ def _processor_class(directory: Path) -> Any:
     name = next(filter(None, named), None) or PROCESSOR_MAPPING_NAMES.get(model_type)
     if name is None:
         raise ValueError("no file names its processor")
+    if name in PROCESSORS:
+        return PROCESSORS[name]
     kind: Any = getattr(transformers, str(name))
-    if "video_processor" not in kind.get_attributes():
+    if not _NOT_LOADED.intersection(kind.get_attributes()):
         return kind
     module = sys.modules[kind.__module__]
     if getattr(module, "num2words", str) is None:
@@ -138,23 +196,27 @@ def _processor_class(directory: Path) -> Any:
         return [found.get(name) for name in kind.get_attributes()]
 
     def check(self: Any, name: str, argument: Any) -> Any:
-        return None if name == "video_processor" else kind.check_argument_for_proper_class(self, name, argument)
+        return None if name in _NOT_LOADED else kind.check_argument_for_proper_class(self, name, argument)
 
     own = {"_get_arguments_from_pretrained": classmethod(arguments), "check_argument_for_proper_class": check}
     return type(kind.__name__, (kind,), own)
 
 
-def _load(directory: Path, kind: Any) -> tuple[Any, int]:
+def _load(directory: Path, kind: Any, dtype: torch.dtype) -> tuple[Any, int]:
     """Return the model without layers of its language model, and the size of its vectors."""
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the language model; a quantized weight of the tower would be missing
     text = config.get_text_config()
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, 0
+    if getattr(text, "hidden_size_per_layer_input", 0):
+        text.hidden_size_per_layer_input = 0
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = []
     model, info = kind.from_pretrained(
         directory,
         config=config,
-        dtype=torch.float32,
+        dtype=dtype,
         use_safetensors=True,
         local_files_only=True,
         ignore_mismatched_sizes=True,
@@ -168,12 +230,3 @@ def _load(directory: Path, kind: Any) -> tuple[Any, int]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-def _runs(inputs: Tensor) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the first token, the number of rows, and the rows of each run of vectors."""
-    is_vector = (inputs != _NOT_A_VECTOR).any(1).tolist()
-    for found, places in groupby(range(len(is_vector)), key=is_vector.__getitem__):
-        rows = list(places)
-        if found:
-            yield rows[0], len(rows), inputs[rows[0] : rows[-1] + 1].contiguous().numpy().tobytes()

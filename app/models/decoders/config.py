@@ -29,7 +29,7 @@ from app.models.decoders.layer_config import (
     RecurrentConfig,
     RowFactors,
 )
-from app.models.decoders.rope import RopeConfig, parse_rope
+from app.models.decoders.rope import RopeConfig, parse_rope, rope_axes
 from armature_kernels.attention.recurrent_sizes import tail_elements
 
 # Names that publishers gave to classes of transformers.
@@ -75,7 +75,7 @@ class ModelConfig:
     each head. `mixers`: the layers with attention or a state, in a
     model whose layers have one branch; the inner size of the others is in `inner_sizes`. `weight_factors`: the factors by
     which rows of stored weights are multiplied, by the end of our name. `state_placement`: the placement of layers with a
-    state; None: that of all others.
+    state; None: that of all others. `blocks`: the layers in which the tokens of a picture see each other.
     """
 
     architecture: str
@@ -131,6 +131,7 @@ class ModelConfig:
     mixers: tuple[bool, ...] = ()
     weight_factors: tuple[tuple[str, RowFactors], ...] = ()
     state_placement: Placement | None = None
+    blocks: Literal["none", "sliding", "all"] = "none"
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -179,6 +180,9 @@ class ModelConfig:
 
     def placement_of(self, layer: int) -> Placement:
         return self.state_placement if self.state_placement and self.has_state(layer) else self.placement
+
+    def sees_blocks(self, layer: int) -> bool:
+        return self.blocks == "all" or (self.blocks == "sliding" and self.windows[layer] is not None)
 
     def has_mixer(self, layer: int) -> bool:
         return not self.mixers or self.mixers[layer]
@@ -337,7 +341,8 @@ def _activation(config: ConfigReader, family: DecoderFamily) -> Activation:
 
 def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -> tuple[str, ...]:
     """Return `full_attention` or `sliding_attention` for each layer, from config.json or the family's rule."""
-    reads = family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe", "lfm3") and not family.is_hybrid
+    plain = ("llama", "mistral", "phi3", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3")
+    reads = family.model_type not in plain and not family.is_hybrid
     if config.has("layer_types") and reads:
         return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))
     slides = family.slides
@@ -363,7 +368,10 @@ def _ropes(
     config: ConfigReader, family: DecoderFamily, head_dim: int, types: tuple[str, ...]
 ) -> tuple[RopeConfig | None, ...]:
     if not family.sliding_ropes:
-        return (parse_rope(config, head_dim, family.theta, partial=family.partial),) * len(types)
+        rope = parse_rope(config, head_dim, family.theta, partial=family.partial)
+        if family.sections:
+            rope = replace(rope, axes=rope_axes(config, rope, family.sections, family.interleaved_axes))
+        return (rope,) * len(types)
     full = parse_rope(config, head_dim, family.theta, "full_attention")
     nested = config.section("rope_parameters").section("sliding_attention")
     if nested.text("rope_type", "default") != "default":

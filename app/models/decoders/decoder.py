@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from armature_kernels.attention.attention import RopeAngles
 from armature_kernels.attention.context import EncodeContext, StepContext, TokenVectors
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from armature_kernels.elementwise.embedding import RowFactor, add_embedding_rows, embedding_rows
-from armature_kernels.elementwise.rope import rope_angles
+from armature_kernels.elementwise.rope import rope_angles, rope_angles_of_axes
 from armature_kernels.linear.activations import Activations
 from armature_kernels.linear.linear import EmbeddingForm, Linear
 
@@ -37,10 +38,13 @@ class RotaryEmbedding:
     def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device) -> None:
         frequencies, self.scale = _KINDS[rope.kind](rope, max_model_len)
         self.frequencies = (-frequencies if rope.backwards else frequencies).to(device)
+        self.axes = torch.tensor(rope.axes, device=device) if rope.axes else None  # of each frequency
 
-    def __call__(self, positions: Tensor) -> RopeAngles:
-        """Map positions [tokens] to cos and signed sin [tokens, 1, dim]."""
-        return rope_angles(positions, self.frequencies, self.scale)
+    def __call__(self, positions: Tensor, axes: Tensor | None = None) -> RopeAngles:
+        """Map positions [tokens], or those in three `axes` [3, tokens], to cos and signed sin [tokens, 1, dim]."""
+        if axes is None or self.axes is None:
+            return rope_angles(positions, self.frequencies, self.scale)
+        return rope_angles_of_axes(axes[self.axes].T, self.frequencies, self.scale)
 
 
 class LayerRopeAngles:
@@ -51,9 +55,9 @@ class LayerRopeAngles:
         self.rotaries = [RotaryEmbedding(rope, max_model_len, device) for rope in distinct]
         self.indices = [None if rope is None else distinct.index(rope) for rope in ropes]
 
-    def __call__(self, positions: Tensor) -> list[Tensor]:
+    def __call__(self, positions: Tensor, axes: Tensor | None = None) -> list[Tensor]:
         """Map positions [tokens] to the cos and signed sin of each distinct rotary embedding, one after the other."""
-        return [tensor for rotary in self.rotaries for tensor in rotary(positions)]
+        return [tensor for rotary in self.rotaries for tensor in rotary(positions, axes)]
 
     def by_layer(self, computed: Sequence[Tensor]) -> list[RopeAngles | None]:
         return [None if index is None else (computed[2 * index], computed[2 * index + 1]) for index in self.indices]
@@ -250,12 +254,21 @@ class Decoder(nn.Module):
 
     def hidden(self, context: StepContext) -> Tensor:
         """Compute hidden states FP32 [rows, size] before the last norm, for the tokens in `logit_rows`."""
-        hidden = self.embedded(context.token_ids, context.positions, context.vectors)
-        angles = self.layer_angles(context.positions)
+        vectors = context.vectors
+        added: Sequence[Tensor] = ()
+        if vectors is not None:
+            values = vectors.values
+            inputs, *added = values.chunk(values.shape[1] // self.config.hidden_size, 1)
+            vectors = replace(vectors, values=inputs)
+            assert len(added) < len(self.layers), "the last layer may compute some rows only"
+        hidden = self.embedded(context.token_ids, context.positions, vectors)
+        angles = self.layer_angles(context.positions, None if vectors is None else vectors.axes)
         wanted: list[Tensor | None] = [None] * len(self.layers)
         wanted[-1] = context.logit_rows
-        for layer, own, only in zip(self.layers, angles, wanted, strict=True):
+        for layer, own, only, more in zip_longest(self.layers, angles, wanted, added):
             hidden = layer(hidden, own, context.attend, only)
+            if more is not None and vectors is not None:
+                hidden[vectors.rows] += more
         return self.merged(hidden)
 
     def merged(self, hidden: Tensor) -> Tensor:
@@ -278,8 +291,8 @@ class Decoder(nn.Module):
             hidden = self.entry(token_ids, hidden)
         return hidden
 
-    def layer_angles(self, positions: Tensor) -> list[RopeAngles | None]:
-        return self.angles.by_layer(self.angles(positions))
+    def layer_angles(self, positions: Tensor, axes: Tensor | None = None) -> list[RopeAngles | None]:
+        return self.angles.by_layer(self.angles(positions, axes))
 
     def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
         """Return the logits [rows, vocab] of hidden states before the last norm, or the top ones of each row."""

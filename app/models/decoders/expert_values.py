@@ -528,6 +528,7 @@ def gemma4_unified(config: ConfigReader, fields: Fields) -> Fields:
     wide = config.boolean("use_double_wide_mlp", False) and shared > 0
     return {
         **gemma(config, fields),
+        "blocks": "sliding" if config.has("use_bidirectional_attention") else "none",
         "attention_scale": 1.0,
         "logit_softcap": config.optional_number("final_logit_softcapping"),
         "full_heads": heads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from app.models.decoders import expert_values
 from app.models.decoders import family_values as values
@@ -65,9 +66,18 @@ _TEXTS_OF_READERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "LlavaOnevisionForConditionalGeneration": ("llava_onevision", "LLaVA-OneVision", ("qwen2",)),
     "InternVLForConditionalGeneration": ("internvl", "InternVL 2.5 and later", ("qwen2", "qwen3", "llama")),
     "Ovis2ForConditionalGeneration": ("ovis2", "Ovis 2", ("qwen2",)),
+    "PaliGemmaForConditionalGeneration": ("paligemma", "PaliGemma 1 and 2", ("gemma", "gemma2")),
 }
 DEFAULT_TEXTS: Mapping[str, str] = {name: texts[0] for name, (_, _, texts) in _TEXTS_OF_READERS.items()}
-_TEXT_NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "granite": "Granite"}
+_TEXT_NAMES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "granite": "Granite",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+}
 # What the first files of LLaVA leave out of the section of their text model.
 _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "llama": {
@@ -85,11 +95,15 @@ _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
     },
+    "gemma": {"max_position_embeddings": 8192},
+    "gemma2": {"max_position_embeddings": 8192},
 }
 
 
-def _text_half(family: DecoderFamily, model_type: str, title: str) -> DecoderFamily:
-    """Return the family of models of which only the text half is served: a decoder of this family."""
+def _text_half(
+    family: DecoderFamily, model_type: str, title: str, reads_pictures: bool = False, **more: Any
+) -> DecoderFamily:
+    """Return the family of models whose text half is a decoder of this family."""
     return replace(
         family,
         model_type=model_type,
@@ -98,7 +112,21 @@ def _text_half(family: DecoderFamily, model_type: str, title: str) -> DecoderFam
         prefixes=_TEXT_PREFIXES,
         ignored=(*_OTHER_HALVES, "image_newline", "model.image_newline", *family.ignored),
         embeds=False,
+        reads_pictures=reads_pictures,
+        **more,
     )
+
+
+def _reader_with_axes(
+    family: DecoderFamily,
+    model_type: str,
+    title: str,
+    sections: tuple[int, ...],
+    theta: float = 10_000.0,
+    **more: Any,
+) -> DecoderFamily:
+    """Return the family of models whose pictures have positions in three axes."""
+    return _text_half(family, model_type, title, reads_pictures=True, sections=sections, theta=theta, **more)
 
 
 def _readers_of_pictures(families: Mapping[str, DecoderFamily]) -> dict[str, DecoderFamily]:
@@ -106,8 +134,10 @@ def _readers_of_pictures(families: Mapping[str, DecoderFamily]) -> dict[str, Dec
     rows: dict[str, DecoderFamily] = {}
     for name, (model_type, title, texts) in _TEXTS_OF_READERS.items():
         for text in texts:
-            own = _text_half(families[f"{_TEXT_NAMES[text]}ForCausalLM"], model_type, title)
+            own = _text_half(families[f"{_TEXT_NAMES[text]}ForCausalLM"], model_type, title, reads_pictures=True)
             rows[f"{name}/{text}"] = replace(own, defaults=_LEFT_OUT.get(text, {}))
+            if model_type == "paligemma":
+                rows[f"{name}/{text}"] = replace(rows[f"{name}/{text}"], read=values.paligemma, joins_prompt=True)
     return rows
 
 
@@ -243,6 +273,25 @@ _QWEN3 = DecoderFamily(
     slides=values.qwen_slides,
     embeds=True,
 )
+_GLM4 = DecoderFamily(
+    model_type="glm4",
+    title="GLM-4-0414",
+    head_dim=128,
+    partial=0.5,
+    interleaved=True,
+    eps=1.5625e-07,
+    attention_biases="config_qkv",
+    fields={"fused_gate_up": True, "placement": "sandwich"},
+    read=values.glm,
+    names=layer_names(
+        "model.layers",
+        {
+            "post_self_attn_layernorm": "post_attention_layernorm",
+            "post_attention_layernorm": "pre_feedforward_layernorm",
+            "post_mlp_layernorm": "post_feedforward_layernorm",
+        },
+    ),
+)
 
 # The defaults are those of transformers' configuration classes, which omit default values from a saved config.json.
 _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
@@ -288,11 +337,15 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
         embeds=True,
     ),
     "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": _text_half(_GEMMA3, "gemma3", "Gemma 3 (4B and larger), text only"),
+    "Gemma3ForConditionalGeneration": _text_half(
+        _GEMMA3, "gemma3", "Gemma 3 (4B and larger)", reads_pictures=True, fields={**_GEMMA3.fields, "blocks": "all"}
+    ),
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma3nForConditionalGeneration": _text_half(_GEMMA3N, "gemma3n", "Gemma 3n, text only"),
     "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4ForConditionalGeneration": _text_half(_GEMMA4, "gemma4", "Gemma 4, text only"),
+    "Gemma4ForConditionalGeneration": _text_half(
+        _GEMMA4, "gemma4", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)", reads_pictures=True
+    ),
     "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
     "Gemma4UnifiedForConditionalGeneration": _text_half(_GEMMA4_UNIFIED, "gemma4_unified", "Gemma 4 12B, text only"),
     "GemmaForCausalLM": DecoderFamily(
@@ -390,18 +443,38 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
         slides=lambda config, layer: True,
     ),
     "Ministral3ForCausalLM": _MINISTRAL3,
-    "Mistral3ForConditionalGeneration": _text_half(_MISTRAL, "mistral3", "Mistral Small 3, text only"),
+    "Mistral3ForConditionalGeneration": _text_half(_MISTRAL, "mistral3", "Mistral Small 3", reads_pictures=True),
     "Mistral3ForConditionalGeneration/ministral3": _text_half(
-        _MINISTRAL3, "mistral3", "Ministral 3, text only, up to the context it was first trained with"
+        _MINISTRAL3, "mistral3", "Ministral 3, up to the context it was first trained with", reads_pictures=True
     ),
     "Mistral3ForConditionalGeneration/mistral4": _text_half(
         EXPERT_FAMILIES["Mistral4ForCausalLM"],
         "mistral3",
-        "Mistral Small 4, text only, up to the context it was first trained with",
+        "Mistral Small 4, up to the context it was first trained with",
+        reads_pictures=True,
     ),
-    "Qwen2VLForConditionalGeneration": _text_half(_QWEN2, "qwen2_vl", "Qwen2-VL, text only"),
-    "Qwen2_5_VLForConditionalGeneration": _text_half(_QWEN2, "qwen2_5_vl", "Qwen2.5-VL, text only"),
-    "Qwen3VLForConditionalGeneration": _text_half(_QWEN3, "qwen3_vl", "Qwen3-VL, text only"),
+    "Qwen2VLForConditionalGeneration": _reader_with_axes(_QWEN2, "qwen2_vl", "Qwen2-VL", (16, 24, 24), 1_000_000.0),
+    "Qwen2_5_VLForConditionalGeneration": _reader_with_axes(
+        _QWEN2, "qwen2_5_vl", "Qwen2.5-VL", (16, 24, 24), 1_000_000.0
+    ),
+    "Qwen3VLForConditionalGeneration": _reader_with_axes(
+        _QWEN3, "qwen3_vl", "Qwen3-VL", (24, 20, 20), 500_000.0, interleaved_axes=True
+    ),
+    "Qwen3VLMoeForConditionalGeneration": _reader_with_axes(
+        EXPERT_FAMILIES["Qwen3MoeForCausalLM"],
+        "qwen3_vl_moe",
+        "Qwen3-VL with experts",
+        (24, 20, 20),
+        500_000.0,
+        interleaved_axes=True,
+        expert_layout="either",
+    ),
+    "Glm4vForConditionalGeneration": _reader_with_axes(
+        _GLM4, "glm4v", "GLM-4.1V", (8, 12, 12), head_dim=None, partial=1.0, attention_biases="qkv", eps=1e-5
+    ),
+    "Glm4vMoeForConditionalGeneration": _reader_with_axes(
+        EXPERT_FAMILIES["Glm4MoeForCausalLM"], "glm4v_moe", "GLM-4.5V", (8, 12, 12), head_norm=None
+    ),
     "SeedOssForCausalLM": DecoderFamily(
         model_type="seed_oss", title="Seed-OSS", head_dim=128, has_mlp_bias=True, read=values.seed_oss
     ),
@@ -469,25 +542,7 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
         fields={"fused_gate_up": True},
         read=values.glm,
     ),
-    "Glm4ForCausalLM": DecoderFamily(
-        model_type="glm4",
-        title="GLM-4-0414",
-        head_dim=128,
-        partial=0.5,
-        interleaved=True,
-        eps=1.5625e-07,
-        attention_biases="config_qkv",
-        fields={"fused_gate_up": True, "placement": "sandwich"},
-        read=values.glm,
-        names=layer_names(
-            "model.layers",
-            {
-                "post_self_attn_layernorm": "post_attention_layernorm",
-                "post_attention_layernorm": "pre_feedforward_layernorm",
-                "post_mlp_layernorm": "post_feedforward_layernorm",
-            },
-        ),
-    ),
+    "Glm4ForCausalLM": _GLM4,
     "HeliumForCausalLM": DecoderFamily(
         model_type="helium",
         title="Helium",
@@ -508,6 +563,7 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
         read=expert_values.lfm2_moe,
         parts={"feed_forward.expert_bias": "feed_forward.gate.e_score_correction_bias", **_LFM2.parts},
     ),
+    "Lfm2VlForConditionalGeneration": _text_half(_LFM2, "lfm2_vl", "LFM2-VL", reads_pictures=True),
     "CwmForCausalLM": DecoderFamily(
         model_type="cwm",
         title="CWM",
@@ -564,9 +620,9 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "speech": ("Whisper", "Speech", "Wav2Vec", "Voxtral", "Moshi", "Qwen2Audio"),
     "pictures": (
-        *("Qwen3VLMoe", "LlavaNextVideo", "VipLlava", "VideoLlava", "IdeficsFor", "Idefics2", "PaliGemma", "Mllama"),
-        *("InternVLChat", "Phi4Multimodal", "DeepseekVL", "OvisFor", "Molmo", "Glm4v", "Pixtral", "Qwen2_5Omni"),
-        *("Lfm2Vl", "Lfm3Vl"),
+        *("LlavaNextVideo", "VipLlava", "VideoLlava", "IdeficsFor", "Idefics2", "Mllama"),
+        *("InternVLChat", "Phi4Multimodal", "DeepseekVL", "OvisFor", "Molmo", "Pixtral", "Qwen2_5Omni"),
+        "Lfm3Vl",
     ),
     "chunked attention and experts that alternate with dense layers": ("Llama4",),
     "the keys and values of another model": ("Gemma4Assistant", "Gemma4UnifiedAssistant"),
@@ -578,7 +634,7 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
 
 def reads_pictures(architecture: str) -> bool:
     """Return True if pictures are read in front of the decoder of an architecture."""
-    return architecture.partition("/")[0] in DEFAULT_TEXTS
+    return architecture in DECODER_FAMILIES and DECODER_FAMILIES[architecture].reads_pictures
 
 
 _SHORT_NAMES = [name.removesuffix("ForCausalLM") for name in DECODER_FAMILIES][:8]

@@ -307,13 +307,15 @@ _QWEN3_5 = replace(_QWEN3_NEXT, model_type="qwen3_5_text", title="Qwen 3.5", ali
 _QWEN3_5_MOE = replace(_QWEN3_NEXT, model_type="qwen3_5_moe_text", title="Qwen 3.5 with experts", read=qwen3_5_moe)
 
 
-def _text_half(family: DecoderFamily, model_type: str) -> DecoderFamily:
-    """Return the family of a model that also reads pictures, which it does not here."""
+def _picture_reader(family: DecoderFamily, model_type: str) -> DecoderFamily:
+    """Return the family of a model that also reads pictures, whose text half is a decoder of this family."""
     return replace(
         family,
         model_type=model_type,
-        title=f"{family.title}, text only",
         text_config="text_config",
+        sections=(11, 11, 10),
+        interleaved_axes=True,
+        reads_pictures=True,
         prefixes={"model.language_model.": "model."},
         ignored=(*family.ignored, "model.visual."),
     )
@@ -331,9 +333,9 @@ _BACKBONE_NAMES = {
 RECURRENT_FAMILIES: Mapping[str, DecoderFamily] = {
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": _text_half(_QWEN3_5, "qwen3_5"),
+    "Qwen3_5ForConditionalGeneration": _picture_reader(_QWEN3_5, "qwen3_5"),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
-    "Qwen3_5MoeForConditionalGeneration": _text_half(_QWEN3_5_MOE, "qwen3_5_moe"),
+    "Qwen3_5MoeForConditionalGeneration": _picture_reader(_QWEN3_5_MOE, "qwen3_5_moe"),
     "GraniteMoeHybridForCausalLM": DecoderFamily(
         model_type="granitemoehybrid",
         title="Granite 4 with Mamba-2",

@@ -27,6 +27,8 @@ class DecoderFamily:
     - `theta`, `partial`: defaults of the rotary embeddings. `sliding_ropes`: those of sliding layers are separate, with
       `local_theta` as default (None: the theta of the others), and never scaled.
     - `interleaved`: rotary embeddings rotate neighbouring elements.
+    - `sections`: the default of mrope_section, if pictures have positions in three axes; `interleaved_axes`: their
+      frequencies alternate (`rope_axes`).
     - `attention_biases`: which products of attention have biases. `config`: attention_bias decides about all of them;
       `config_qkv`: about queries, keys and values.
     - `norm`, `norm_eps`, `eps`: the norms, the name of the value with their epsilon, and its default.
@@ -43,6 +45,8 @@ class DecoderFamily:
     - `transposed`: weights of the layers are stored as [in, out].
     - `is_hybrid`: `read` knows the words of layer_types.
     - `embeds`: plain models of this family are served for their vectors.
+    - `joins_prompt`: the tokens of a prompt with pictures see each other.
+    - `reads_pictures`: transformers has the part in front of the decoder that reads pictures.
     """
 
     model_type: str
@@ -58,6 +62,8 @@ class DecoderFamily:
     sliding_ropes: bool = False
     local_theta: float | None = None
     interleaved: bool = False
+    sections: tuple[int, ...] = ()
+    interleaved_axes: bool = False
     attention_biases: Literal["config", "config_qkv", "qkv", "none"] = "config"
     has_mlp_bias: bool = False
     norm: NormConfig = field(default_factory=NormConfig)
@@ -73,11 +79,13 @@ class DecoderFamily:
     names: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     has_more_layers: bool = False
-    expert_layout: Literal["stacked", "interleaved"] = "stacked"
+    expert_layout: Literal["stacked", "interleaved", "either"] = "stacked"
     computed: tuple[str, ...] = (".rotary_emb.inv_freq",)
     transposed: bool = False
     is_hybrid: bool = False
     embeds: bool = False
+    joins_prompt: bool = False
+    reads_pictures: bool = False
 
 
 def layer_names(stored: str, parts: Mapping[str, str]) -> dict[str, str]:

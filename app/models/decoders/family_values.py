@@ -120,6 +120,13 @@ def gemma2(config: ConfigReader, fields: Fields) -> Fields:
     }
 
 
+def paligemma(config: ConfigReader, fields: Fields) -> Fields:
+    """Read Gemma 1 or 2 behind pictures, where the tokens of a prompt see each other."""
+    config.values.get("use_bidirectional_attention")  # of the prompt
+    read = gemma2 if config.text("model_type", "gemma") == "gemma2" else gemma
+    return {**read(config, fields), "blocks": "all"}
+
+
 def gemma3(config: ConfigReader, fields: Fields) -> Fields:
     """Read the scale of attention, and caps, which Gemma 3 replaced by norms of queries and keys."""
     return {

@@ -253,7 +253,12 @@ class Attention(nn.Module):
         )
         has_norm = writes and config.head_norm is not None and config.head_norm.values
         self.value_norm = StoredVector("", "", sizes.head_dim) if has_norm else None  # all weights are 1
-        self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
+        self.spec = AttentionSpec(
+            config.attention_scale,
+            config.windows[layer],
+            config.attention_softcap,
+            sees_blocks=config.sees_blocks(layer),
+        )
         self.sinks = StoredVector(f"{at}.self_attn", "sinks", config.num_heads) if config.has_sinks else None
         self.slopes = AlibiSlopes(config.alibi_slopes) if config.alibi_slopes else None
         self.gates = config.num_heads * self.head_dim if config.has_output_gate else 0

@@ -12,7 +12,7 @@ from app.models.config_reader import ConfigReader
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 # Phi-3's first releases called longrope "su". "dynamic" differs only beyond max_position_embeddings, which is never
-# served. "mrope" differs only where pictures are: the three positions of a token of a text are the same number.
+# served. "mrope" has three axes (`rope_axes`).
 ROPE_KINDS: Mapping[str, RopeKind] = {
     "default": "default",
     "dynamic": "default",
@@ -58,6 +58,7 @@ class RopeConfig:
     short_mscale: float | None = None  # longrope of Phi-3.5-MoE
     long_mscale: float | None = None
     num_rotated: int = 0  # proportional: pairs that are rotated, by frequencies over the whole head
+    axes: tuple[int, ...] = ()  # the axis whose position each frequency takes, of three; empty: there is one axis
     backwards: bool = False  # pairs are rotated in the other direction
 
 
@@ -96,6 +97,30 @@ def parse_rope(
     if kind == "default" and section.values.get("mscale_all_dim"):
         raise CheckpointInvalid(f"{section.where}: mscale_all_dim with rope_type {name!r} is not offered.")
     return RopeConfig(theta, dim) if kind == "default" else _scaled(config, section, RopeConfig(theta, dim, kind))
+
+
+def rope_axes(config: ConfigReader, rope: RopeConfig, sections: tuple[int, ...], interleaved: bool) -> tuple[int, ...]:
+    """Return the axis of each frequency, of time, height and width, whose positions differ where pictures are.
+
+    mrope_section, by default `sections`, has the number of frequencies of each. They are one after the other (M-RoPE,
+    arXiv 2409.12191), or every third one, and the rest is time's.
+    """
+    found, half = _section(config, None), rope.dim // 2
+    if found.has("mrope_section"):
+        sections = found.integers("mrope_section")
+    elif sum(sections) != half:
+        return ()  # of a text model alone
+    if len(sections) != 3 or (not interleaved and sum(sections) != half):
+        raise CheckpointInvalid(
+            f"{found.where}: mrope_section {list(sections)} does not divide {half} frequencies in 3."
+        )
+    if not interleaved:
+        return tuple(axis for axis, number in enumerate(sections) for _ in range(number))
+    axes = [0] * half
+    for axis in (1, 2):
+        for place in range(axis, min(3 * sections[axis], half), 3):
+            axes[place] = axis
+    return tuple(axes)
 
 
 def _section(config: ConfigReader, layer_type: str | None) -> ConfigReader:

@@ -198,22 +198,25 @@ def expert_parts(config: ModelConfig, ours: str, shape: tuple[int, ...]) -> list
     """Return the tensors in a tensor [experts, rows, columns]; none if it does not hold all experts of a layer.
 
     The rows of gates come before those of ups. In `interleaved` files gates and ups take turns, weights are [experts,
-    columns, rows], and biases are [experts, rows].
+    columns, rows], and biases are [experts, rows]. Files of `either` layout may have such weights too.
     """
     at, _, stored = ours.rpartition(".")
-    interleaved = DECODER_FAMILIES[config.architecture].expert_layout == "interleaved"
+    layout = DECODER_FAMILIES[config.architecture].expert_layout
+    interleaved = layout == "interleaved"
     is_bias = interleaved and stored.endswith("_bias")
     names = EXPERT_PRODUCTS.get(stored.removesuffix("_bias") if is_bias else stored, ())
     if not names or 0 in shape or len(shape) != (2 if is_bias else 3) or not at.endswith(".mlp.experts"):
         return []
-    rows, kind = shape[-1] if interleaved else shape[1], "bias" if is_bias else "weight"
+    columns = config.hidden_size if len(names) > 1 or config.experts is None else config.experts.size
+    transposed = interleaved or (layout == "either" and shape[-1] != columns)
+    rows, kind = shape[-1] if transposed else shape[1], "bias" if is_bias else "weight"
     each = rows // len(names)
     return [
         ExpertPart(
             f"{at}.{expert}.{name}.{kind}",
             expert,
             range(place, rows, len(names)) if interleaved else range(place * each, (place + 1) * each),
-            interleaved and not is_bias,
+            transposed and not is_bias,
         )
         for expert in range(shape[0])
         for place, name in enumerate(names)

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from armature_kernels.attention import flash
 from armature_kernels.attention.attention import AttentionSequence, KvSegment, token_bytes, view_kv_rows
 from armature_kernels.attention.context import AttentionSpec
-from armature_kernels.attention.flash import AttentionRow, Segment, reference_attention, torch_attention
+from armature_kernels.attention.flash import (
+    AttentionRow,
+    BlockRow,
+    Segment,
+    attend_in_blocks,
+    reference_attention,
+    torch_attention,
+)
 from ragged_batches import Batch, Share, attend, make_batch
 
 # Standard normal inputs, results below 5. In bfloat16 a part's result and its softmax weights are rounded to 8 bits.
@@ -118,6 +125,31 @@ def test_the_formula_itself() -> None:
     capped = 2.0 * math.tanh(math.log(3.0) / 2.0)
     weight = math.exp(capped) / (1 + math.exp(capped))
     assert reference_attention(query, [row], AttentionSpec(1.0, softcap=2.0)).item() == pytest.approx(4 + 4 * weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[2], SPECS[8], AttentionSpec(0.2, window=4)], ids=str)
+def test_tokens_of_a_block_see_each_other(dtype: torch.dtype, spec: AttentionSpec) -> None:
+    kv_heads, group, head_dim, context = 2, 4, 16, 14
+    kv = view_kv_rows(torch.zeros(40, token_bytes(kv_heads, head_dim, dtype), dtype=torch.uint8), 2, head_dim, dtype)
+    kv.write(torch.arange(40), torch.randn(40, kv_heads, head_dim), torch.randn(40, kv_heads, head_dim))
+    query, out = torch.randn(12, kv_heads * group, head_dim).to(dtype), torch.zeros(12, kv_heads * group, head_dim)
+    row = BlockRow(2, 7, 7, (5, context), (KvSegment(20, 5, 0), KvSegment(3, 11, 5)))
+    attend_in_blocks(query, kv, [row], spec, out)
+    key, value = (torch.cat((rows[20:25], rows[3:12])).float() for rows in (kv.keys, kv.values))
+    expected = torch.zeros_like(out)
+    for place in range(7):
+        position = 7 + place
+        seen = torch.tensor([max(0, position + 1 - (spec.window or context)) <= one for one in range(context)])
+        for head in range(kv_heads * group):
+            scores = key[:, head // group] @ query[2 + place, head].float() * spec.scale
+            scores = flash.apply_softcap(scores, spec.softcap)
+            if spec.slopes is not None:
+                scores = scores + spec.slopes[head] * (torch.arange(context) - position)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            sink = scores[:0] if spec.sinks is None else spec.sinks[head : head + 1]
+            expected[2 + place, head] = torch.cat((scores, sink)).softmax(0)[:context] @ value[:, head // group]
+    torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,7 +8,7 @@ from app.engine.scheduler.batch import Batch, resolve_seed
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits
 from app.errors import ContextLengthExceeded, InvalidRequest, StepFailed
-from app.messages import Abort, TokensReady
+from app.messages import Abort, Generate, PromptVectors, SamplingParams, TokensReady
 from app.metrics.steps import StepStats
 from engine_simulation import EOS, Simulation, drawn, fingerprints, plain_completion
 
@@ -50,6 +50,26 @@ def test_a_short_prompt_shares_the_steps_of_a_long_one() -> None:
     assert shape(sim.step()) == [("long", 20)], "one as long waits until the older one is computed"
     sim.finish()
     assert len(sim.endings) == 4
+
+
+def test_a_block_is_computed_in_one_step() -> None:
+    sim = Simulation(limits=limited(batch_tokens=20))
+
+    def add(request_id: str, length: int, *blocks: tuple[int, int]) -> None:
+        vectors = tuple(PromptVectors(start, end - start, b"", block=(start, end)) for start, end in blocks)
+        sampling = SamplingParams(max_tokens=1)
+        token_ids = (len(request_id),) * length
+        sim.hear(sim.engine.add(Generate(request_id, token_ids, sampling, 0.0, vectors=vectors)))
+
+    add("two", 70, (6, 16), (18, 50))
+    assert shape(sim.step()) == [("two", 18)], "up to the second block"
+    assert shape(sim.step()) == [("two", 32)], "all of it, although a step has 20 tokens"
+    assert shape(sim.step()) == [("two", 20)]
+    add("first", 30, (0, 30))
+    add("second", 30, (2, 30))
+    assert shape(sim.step()) == [("first", 30)]
+    sim.finish()
+    assert len(sim.endings) == 3
 
 
 def test_a_long_prompt_advances_by_half_a_step_however_many_short_ones_come() -> None:

@@ -238,7 +238,7 @@ def test_what_is_not_offered_is_refused_by_name(architecture: str, values: dict[
     [
         ("MambaForCausalLM", "state-space layers"),
         ("Llama4ForCausalLM", "chunked"),
-        ("Lfm2VlForConditionalGeneration", "pictures"),
+        ("MllamaForConditionalGeneration", "pictures"),
     ],
 )
 def test_a_known_architecture_is_refused_with_what_it_needs(architecture: str, need: str) -> None:

@@ -33,6 +33,19 @@ def test_a_part_of_the_head_may_stay() -> None:
     assert not torch.equal(turned[1:, :, :4], x[1:, :, :4])
 
 
+def test_frequencies_of_three_axes_take_the_position_of_theirs() -> None:
+    positions = torch.tensor([[3, 4], [5, 7], [9, 2]])
+    plain = RotaryEmbedding(RopeConfig(theta=100.0, dim=8), 512, CPU)
+    rotary = RotaryEmbedding(RopeConfig(theta=100.0, dim=8, axes=(0, 1, 2, 0)), 512, CPU)
+    found = rotary(positions[0], positions)
+    for place, axis in enumerate((0, 1, 2, 0) * 2):
+        for own, expected in zip(found, plain(positions[axis]), strict=True):
+            torch.testing.assert_close(own[..., place], expected[..., place])
+    text = torch.arange(5)
+    for own, expected in zip(rotary(text, text.expand(3, -1)), rotary(text), strict=True):
+        torch.testing.assert_close(own, expected)
+
+
 def test_layers_share_the_angles_of_equal_ropes() -> None:
     near, far = RopeConfig(10.0, 8), RopeConfig(1000.0, 8)
     layers = LayerRopeAngles((near, None, far, RopeConfig(10.0, 8)), 512, CPU)
