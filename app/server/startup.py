@@ -365,6 +365,9 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         return "its config.json has another pad_token_id than 0, whose inputs of layers the tokens of pictures have"
     if settings.max_images == 0:
         return "this server reads none (max_images=0)"
+    device = prepared.plan.placement.device
+    if device != "cpu" and (family.sections or family.joins_prompt or config.blocks != "none"):
+        return f"those of {config.architecture} are read with device=cpu only, not with {device}"
     if not all(map(find_spec, ("transformers", "PIL"))):
         return f"the library that reads them is not installed here: {INSTALL}"
     # Granite multiplies all inputs of its first layer, and other families the embeddings alone.

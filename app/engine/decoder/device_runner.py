@@ -18,7 +18,6 @@ from torch import Tensor
 
 from app.backends.base import DeviceBackend, DeviceEvent
 from app.engine.decoder.adapters import AdapterSlots
-from app.engine.decoder.cpu_runner import vectors_of
 from app.engine.decoder.cuda_graphs import GraphShape, GraphShapes, StepGraphs, captured_step_bytes
 from app.engine.decoder.device_inputs import (
     ColumnArray,
@@ -46,6 +45,7 @@ from app.engine.decoder.device_inputs import (
     token_rows,
 )
 from app.engine.decoder.paged_kv_cache import PagedKvCache
+from app.engine.decoder.picture_rows import vectors_of
 from app.engine.sampling.device_rules import DeviceRules, LogprobReport, Rule, needs_host, rule_of
 from app.engine.sampling.rows import SamplingTensors, sample_greedy, sample_random
 from app.engine.sampling.sampler import Sampler, SpanScores, TokenMasks, score_prompts
