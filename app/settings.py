@@ -245,7 +245,7 @@ class Settings(BaseSettings):
         None,
         "A model of Hugging Face's hub, as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE.gguf, which is fetched into the hub's"
         " cache if it is not there; a checkpoint directory (Hugging Face or sentence-transformers layout); a GGUF file; an exported program"
-        " (.pt2); or a name: demo, bert, minilm; the embedded demo if not given. Several models: NAME=MODEL for each, or a"
+        " (.pt2, .onnx); or a name: demo, bert, minilm; the embedded demo if not given. Several models: NAME=MODEL for each, or a"
         " file models.toml with a table of settings for each.",
     )
     load: Literal["start", "on-demand"] = setting(
@@ -295,6 +295,12 @@ class Settings(BaseSettings):
         "A smaller decoder with the same tokens, given like model, that drafts too, where it is measured to pay.",
         generates_only=True,
     )
+    mmproj: Path | None = setting(
+        "model",
+        None,
+        "File with the picture part of a GGUF model, as llama.cpp writes it; if not given, the one that lies beside it.",
+        generates_only=True,
+    )
     chat_template: Path | None = setting("model", None, "File with the chat template, in place of the checkpoint's.")
     tool_call_parser: Literal[
         "auto", "apertus", "apriel", "command_a", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4",
@@ -314,11 +320,13 @@ class Settings(BaseSettings):
         "Sampling parameters that a request does not give: auto: those of the checkpoint's generation_config.json;"
         " off: neutral ones.",
     )
-    engine: Literal["auto", "native", "transformers"] = setting(
+    engine: Literal["auto", "native", "transformers", "onnxruntime"] = setting(
         "model",
         "auto",
         "What computes the model: native, this package; transformers, the library of that name (the extra transformers);"
-        " auto: native where the architecture is.",
+        " onnxruntime, for exported programs (the extra onnx); auto: native where the architecture is, and for a program"
+        " whichever is faster.",
+        is_measured=True,
     )
     device: Literal["auto", "cpu", "mps", "cuda"] = setting("machine", "auto", "Device to serve on.", is_measured=True)
     cuda_device: Annotated[int, Field(ge=0)] | Auto = setting(

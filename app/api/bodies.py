@@ -223,7 +223,7 @@ class ArrivingBody:
         """
         declared = header(self._scope, b"content-length")
         if declared.isdigit() and int(declared[:20]) > self._limit:
-            raise too_large(self._limit)
+            raise too_large(self._limit, self._scope["path"])
         self._inflate = BodyDecoder(header(self._scope, b"content-encoding").decode("latin-1"))
         try:
             async with asyncio.timeout(min(PACE_SECONDS, BODY_TIMEOUT_SECONDS)) as self._timer:
@@ -269,7 +269,7 @@ class ArrivingBody:
         message = await self._receive_part()
         for chunk in self._inflate(message.get("body", b"")):
             if len(self._parts) + len(chunk) > self._limit:
-                raise too_large(self._limit)
+                raise too_large(self._limit, self._scope["path"])
             if self._share is None and len(self._parts) + len(chunk) > SMALL_BODY_BYTES:
                 await self._take_memory()
             self._parts += chunk
@@ -317,5 +317,9 @@ def _body_limit(scope: Scope) -> int:
     return MAX_TENSOR_BODY_BYTES if has_tensors or scope["path"].startswith(SOUND_PATHS) else MAX_BODY_BYTES
 
 
-def too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"The body may have at most {limit} bytes.")
+def too_large(limit: int, path: str = "") -> BodyTooLarge:
+    """Return the error; of tensors as JSON, which take several times their bytes, it says how more can be sent."""
+    more = ""
+    if limit == MAX_BODY_BYTES and path.startswith("/v2/") and path.endswith("/infer"):
+        more = f" Send tensors as binary data, of which it may have {MAX_TENSOR_BODY_BYTES} bytes, or pictures as JPEG or PNG."
+    return BodyTooLarge(f"The body may have at most {limit} bytes.{more}")

@@ -16,6 +16,7 @@ from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.llama_cpp import routes as llama_cpp
 from app.api.native.routes import NATIVE
 from app.api.oip import routes as oip
+from app.api.oip.schemas import OIP_ERRORS
 from app.api.ollama.routes import OLLAMA
 from app.api.openai import audio
 from app.api.openai import routes as openai
@@ -130,6 +131,8 @@ def error_format(path: str) -> ErrorFormat:
 
     Of an unknown path, it is the format of the first route that has the path's first part, or else the native one.
     """
+    if path.endswith(":predict"):
+        return OIP_ERRORS  # not that of OpenAI's /v1/models
     return _ERROR_FORMATS.get(path) or _ERROR_FORMATS.get(_first_part(path), NATIVE_ERRORS)
 
 

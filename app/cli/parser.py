@@ -135,7 +135,7 @@ def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
 
 
 def _looks_like_model(word: str) -> bool:
-    return "/" in word or word.endswith((".gguf", ".pt2")) or Path(word).is_dir()
+    return "/" in word or word.endswith((".gguf", ".pt2", ".onnx")) or Path(word).is_dir()
 
 
 def _take_model_argument(arguments: argparse.Namespace) -> None:

@@ -84,7 +84,7 @@ class BuiltEngine(Generic[EngineT, RunnerT, ModelT]):
 def build(request: BuildRequest[Any]) -> Engine:
     """Build the engine on the thread that will run its steps. Raises a `StartupError` if the plan cannot be served."""
     on_host, needs = request.plan.placement.device in HOST_BACKENDS, request.checkpoint.needs()
-    module, function = _BUILDERS[needs.kind, on_host] if needs.engine == "native" else _TRANSFORMERS[needs.kind]
+    module, function = _TRANSFORMERS[needs.kind] if needs.engine == "transformers" else _BUILDERS[needs.kind, on_host]
     with raise_kernel_errors_as(PlanImpossible):
         built: BuiltEngine[Engine, Any, Any] = getattr(import_module(module), function)(request)
     return built.engine

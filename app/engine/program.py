@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +16,20 @@ from torch import Tensor
 from app.backends.selection import select_host_backend
 from app.engine.build import BuildRequest, BuiltEngine, percent_reporter, prepare_device
 from app.engine.encoder.batching import BatchingDelay, RequestQueue
+from app.engine.onnx.conversion import NotConvertible, convert
+from app.engine.onnx.session import OnnxProgram, RunsGraph
 from app.engine.queue_engine import QueueEngine
 from app.engine.scheduler.policy import share_in_order
 from app.errors import CheckpointInvalid, InvalidRequest, RequestError, StepFailed
+from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Array, ArraysReady, Event, Infer, Signature, TensorSpec
 from app.models.program import Program
 from app.models.program_graph import SAMPLE_SIZE
-from app.weights.load import load_program
-from app.weights.program import ProgramCheckpoint
+from app.weights.load import ARCHIVE_VALUES, ProgramValues, load_program, program_states
+from app.weights.onnx_file import OnnxCheckpoint
+from app.weights.packs import Progress
+from app.weights.program import ProgramCheckpoint, library_version
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +41,9 @@ Tensors = Mapping[str, Tensor]
 # shapes of a request's inputs without the batch dimension; requests with equal shapes share a step
 InputShapes = tuple[tuple[int, ...], ...]
 _NO_MEMORY = "DefaultCPUAllocator"  # in the RuntimeError of a CPU tensor that does not fit the memory
+EQUAL = 1e-5  # most difference of ONNX Runtime from torch, relative to the largest value of an output
+_MIN_GAIN = 1.05  # least speedup for which ONNX Runtime is used
+_TIMED_ROWS, _TIMED_RUNS = 8, 5  # most rows of a timed step besides one; the fastest of so many runs counts
 _RELATIVE_TOLERANCE = 0.05  # relative to the largest value, since products round differently for another number of rows
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -57,7 +67,7 @@ class RunnableProgram:
     of rows that the program accepts.
     """
 
-    program: Program
+    program: RunsGraph
     signature: Signature
     output_indices: Sequence[int]
     min_rows: int = 1
@@ -222,12 +232,11 @@ def program_error(error: Exception, computes_others: bool) -> RequestError:
 
 def build_program_engine(
     request: BuildRequest[ProgramCheckpoint],
-) -> BuiltEngine[ProgramEngine, RunnableProgram, Program]:
+) -> BuiltEngine[ProgramEngine, RunnableProgram, RunsGraph]:
     """Load the program, check it and warm it up. Raises a `StartupError`."""
     checkpoint, plan = request.checkpoint, request.plan
     backend = prepare_device(request, select_host_backend)
-    program = load_program(checkpoint, plan, percent_reporter(request.report, "loading weights"))
-    served = served_program(checkpoint, program)
+    served = load_served(checkpoint, plan, percent_reporter(request.report, "loading weights"), report=request.report)
     request.report("warming up")
     check_row_independence(served)
     max_rows = max_step_rows(checkpoint, plan.memory.batch_target_tokens)
@@ -236,11 +245,107 @@ def build_program_engine(
         BatchingDelay(max_rows, request.step_time_model, oldest_first=True),
         throttle_correction=ThrottleCorrection(plan.cpu.throttling_quota),
     )
-    return BuiltEngine(engine, served, program, backend)
+    return BuiltEngine(engine, served, served.program, backend)
 
 
-def served_program(checkpoint: ProgramCheckpoint, program: Program) -> RunnableProgram:
+def served_program(checkpoint: ProgramCheckpoint, program: RunsGraph) -> RunnableProgram:
     return RunnableProgram(program, checkpoint.signature, checkpoint.output_indices, checkpoint.min_rows)
+
+
+# ---- native or ONNX Runtime ------------------------------------------------------------------------------------------
+
+
+def load_served(
+    checkpoint: ProgramCheckpoint,
+    plan: ServingPlan,
+    progress: Progress,
+    making: ProgramValues = ARCHIVE_VALUES,
+    report: Callable[[str], None] = lambda stage: None,
+) -> RunnableProgram:
+    """Load the program with the engine of the plan: ONNX Runtime, the native one, or whichever is faster here.
+
+    Raises `CheckpointInvalid`.
+    """
+    if isinstance(checkpoint, OnnxCheckpoint):
+        outputs = [
+            ref.name if at in checkpoint.output_indices else "" for at, ref in enumerate(checkpoint.graph.outputs)
+        ]
+        return served_program(checkpoint, OnnxProgram(checkpoint.path, outputs))
+    native = served_program(checkpoint, load_program(checkpoint, plan, progress, making))
+    engine = plan.weights.engine
+    if engine == "native" or plan.weights.precision != "fp32":
+        return native
+    began = time.monotonic()
+    report("converting the program to ONNX")
+    try:
+        converted = _converted(checkpoint, plan, making)
+        gain = math.inf if engine == "onnxruntime" else _gain(checkpoint, native, converted)
+    except (NotConvertible, CheckpointInvalid) as error:
+        if engine == "onnxruntime":
+            raise CheckpointInvalid(f"ONNX Runtime cannot compute the program: {error}.") from error
+        log.info("the program is computed by torch's operators, not by ONNX Runtime: %s", error)
+        return native
+    seconds, library = time.monotonic() - began, f"ONNX Runtime {library_version('onnxruntime')}"
+    if gain < _MIN_GAIN:
+        log.info("the program is computed by torch's operators: %s has %.2f times their speed", library, gain)
+        return native
+    said = "" if gain == math.inf else f", at {gain:.2f} times the speed of torch's operators"
+    log.info("the program is computed by %s%s; its results are equal (prepared in %.1f s)", library, said, seconds)
+    return converted
+
+
+def _converted(checkpoint: ProgramCheckpoint, plan: ServingPlan, making: ProgramValues) -> RunnableProgram:
+    """Return the program in ONNX Runtime after comparing it with torch. Raises `NotConvertible`."""
+    states = program_states(checkpoint, lambda done, total: None, making)
+    folder = plan.weights.pack_folder
+    example = synthetic_inputs(checkpoint.signature, _possible_rows(checkpoint, 3))
+    converted = served_program(
+        checkpoint, convert(checkpoint, states, example, None if folder is None else Path(folder))
+    )
+    if making is ARCHIVE_VALUES:  # synthetic weights have values that are no model's
+        exact = served_program(checkpoint, Program(checkpoint.graph, states, {}))
+        for rows in sorted({_possible_rows(checkpoint, rows) for rows in (1, 2, 5)}):
+            _check_equal(exact, converted, synthetic_inputs(checkpoint.signature, rows))
+    return converted
+
+
+def _possible_rows(checkpoint: ProgramCheckpoint, rows: int) -> int:
+    return max(checkpoint.min_rows, max_step_rows(checkpoint, rows))
+
+
+def _check_equal(exact: RunnableProgram, converted: RunnableProgram, inputs: Tensors) -> None:
+    try:
+        results = converted.run(inputs)
+        wanted = exact.run(inputs)
+    except INPUT_ERRORS as error:
+        raise NotConvertible(f"it cannot be run: {str(error)[:200]}") from error
+    for name, result in results.items():
+        other = wanted[name]
+        if result.dtype != other.dtype or result.shape != other.shape:
+            raise NotConvertible(f"its output {name!r} has another type or shape")
+        if not other.is_floating_point():
+            if not torch.equal(result, other):
+                raise NotConvertible(f"its output {name!r} differs")
+            continue
+        largest = float(other.double().nan_to_num(0.0).abs().max()) if other.numel() else 0.0
+        if not torch.allclose(result.double(), other.double(), rtol=0.0, atol=EQUAL * largest, equal_nan=True):
+            worst = float((result.double() - other.double()).abs().nan_to_num(math.inf).max()) / max(largest, 1e-30)
+            raise NotConvertible(f"its output {name!r} differs by {worst:.1e} of the largest value")
+
+
+def _gain(checkpoint: ProgramCheckpoint, native: RunnableProgram, converted: RunnableProgram) -> float:
+    """Return how many times as fast the converted program is, as the geometric mean over one row and several."""
+    gains = []
+    for rows in sorted({_possible_rows(checkpoint, rows) for rows in (1, _TIMED_ROWS)}):
+        inputs = synthetic_inputs(checkpoint.signature, rows)
+        best = [math.inf, math.inf]
+        for _ in range(_TIMED_RUNS):
+            for at, one in enumerate((native, converted)):
+                began = time.perf_counter()
+                one.run(inputs)
+                best[at] = min(best[at], time.perf_counter() - began)
+        gains.append(best[0] / best[1])
+    return math.prod(gains) ** (1 / len(gains))
 
 
 def max_step_rows(checkpoint: ProgramCheckpoint, planned: int) -> int:

@@ -243,19 +243,19 @@ class Facts:
 class Needs:
     """Requirements of a checkpoint, from its config and tensor headers alone; a program has rows instead of tokens.
 
-    `weight_bytes` is the size on disk, `bytes_by_precision` in memory; `device_bytes_by_precision` on a device with its
-    own memory, where they differ. `layer_weights` are the weights of the linear layers, without the output layer, by
-    the number of inputs. `stored_quantization` is the type of most quantized weights in a file, such as Q4_1, and
+    `weight_bytes` is the size on disk, `bytes_by_precision` in memory; `device_bytes_by_precision` on a device with
+    its own memory, where they differ. `layer_weights` are the weights of the linear layers, without the output layer,
+    by the number of inputs. `stored_quantization` is the type of most quantized weights in a file, such as Q4_1, and
     `codes_precision` the precision in which they keep their codes. `int8_copy_bytes` are added if 4-bit layers also
-    have an 8-bit copy. `state_bytes` are a sequence's recurrent states (0: none).
-    `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder; the layers are
-    the `num_kv_layers` with keys and values (0: all). `rows_vary`: the cost of a program's row depends on sizes that
-    each request chooses. `operations_per_token` is two times the multiply-adds of one token or row, without an output
-    layer (0: two for each parameter). Of `table_bytes` a step reads only some rows. `quality_costs` are the relative
-    increases of perplexity by quantized precision, or of an encoder 1 minus the lowest cosine with the exact vectors.
-    `has_vectors`: an encoder gives vectors, not only labels. `adapter_elements` are the weights of all LoRA adapters
-    that may be loaded at once. Of `num_parameters`, `expert_weights` belong to experts, of which a token uses the share
-    `expert_use`.
+    have an 8-bit copy. `state_bytes` are a sequence's recurrent states (0: none). `kv_elements_per_token` is 2 ·
+    layers · kv_heads · head_dim, or 0 for an encoder; the layers are the `num_kv_layers` with keys and values (0:
+    all). `rows_vary`: the cost of a program's row depends on sizes that each request chooses. `operations_per_token`
+    is two times the multiply-adds of one token or row, without an output layer (0: two for each parameter), and
+    `convolution_operations` the part of it in convolutions. Of `table_bytes` a step reads only some rows.
+    `quality_costs` are the relative increases of perplexity by quantized precision, or of an encoder 1 minus the
+    lowest cosine with the exact vectors. `has_vectors`: an encoder gives vectors, not only labels. `adapter_elements`
+    are the weights of all LoRA adapters that may be loaded at once. Of `num_parameters`, `expert_weights` belong to
+    experts, of which a token uses the share `expert_use`. `engine` auto: a program that ONNX Runtime may compute too.
     """
 
     kind: Literal["decoder", "encoder", "program"]
@@ -275,6 +275,7 @@ class Needs:
     state_bytes: int = 0
     rows_vary: bool = False
     operations_per_token: float = 0.0
+    convolution_operations: float = 0.0
     table_bytes: int = 0
     device_bytes_by_precision: Mapping[str, int] = field(default_factory=dict)
     layer_weights: Mapping[int, int] = field(default_factory=dict)
@@ -286,7 +287,7 @@ class Needs:
     expert_weights: int = 0
     expert_use: float = 1.0
     draft: Needs | None = None
-    engine: Literal["native", "transformers"] = "native"
+    engine: Literal["native", "transformers", "onnxruntime", "auto"] = "native"
 
     def read_share(self, rows: int) -> float:
         """Return the share of the weights that a step with this many rows reads, if experts are selected evenly."""

@@ -49,7 +49,10 @@ def open_or_fetch_model(settings: Settings, path: Path | None = None) -> OpenedM
     if name is not None:
         with closing(StartConsole()) as console:
             fetch_or_use_cached(name, console.show)
-    return open_model(path or settings.checkpoint_directory, settings.engine if path is None else "native")
+    if path is not None:
+        return open_model(path, "native")
+    mmproj = None if settings.mmproj is None else settings.mmproj.expanduser()
+    return open_model(settings.checkpoint_directory, settings.engine, mmproj)
 
 
 def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:

@@ -77,6 +77,7 @@ from app.tracing.request_trace import Tracer
 from app.version import VERSION
 from app.weights.checkpoint import Checkpoint
 from app.weights.files import join_names, open_regular, unreadable_message
+from app.weights.onnx_file import OnnxCheckpoint
 from app.weights.program import ProgramCheckpoint
 
 if TYPE_CHECKING:
@@ -336,7 +337,8 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
         has_priorities=prepared.settings.scheduling_policy == "priority",
     )
     if isinstance(checkpoint, ProgramCheckpoint):
-        return ServedProgram(name, limits, checkpoint.signature, checkpoint.sizes)
+        platform = "onnxruntime_onnx" if isinstance(checkpoint, OnnxCheckpoint) else "pytorch_export"
+        return ServedProgram(name, limits, checkpoint.signature, checkpoint.sizes, checkpoint.description, platform)
     if isinstance(checkpoint.model_config, TaskConfig):
         return ServedTasks(name, limits, checkpoint.model_config)
     assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
@@ -351,8 +353,10 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
     """Return what reads pictures for this model, or why none can be read. Nothing is loaded before the first one."""
     checkpoint, settings = prepared.checkpoint, prepared.settings
     assert isinstance(checkpoint, Checkpoint), "a program generates no text"
-    config, plan = checkpoint.model_config, prepared.plan
-    if not isinstance(config, ModelConfig) or checkpoint.gguf is not None or not reads_pictures(config.architecture):
+    config, part = checkpoint.model_config, checkpoint.picture_part
+    if checkpoint.gguf is not None and part is None:
+        return "this GGUF model has no file mmproj that is used (docs/gguf.md)"
+    if not isinstance(config, ModelConfig) or (part is None and not reads_pictures(config.architecture)):
         return f"this server reads only text with this model ({config.architecture}; docs/families.md)"
     family = DECODER_FAMILIES[config.architecture]
     if family.sections and not any(rope is not None and rope.axes for rope in config.ropes):
@@ -363,18 +367,23 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         return "its pictures need attention in both directions in layers with a window alone, which is not offered"
     if settings.max_images == 0:
         return "this server reads none (max_images=0)"
-    if plan.placement.device != "cpu":
-        return f"they are read with device=cpu only, not with {plan.placement.device}"
+    device = prepared.plan.placement.device
+    if device != "cpu" and (family.sections or family.joins_prompt or config.blocks != "none"):
+        return f"those of {config.architecture} are read with device=cpu only, not with {device}"
     if not all(map(find_spec, ("transformers", "PIL"))):
         return f"the library that reads them is not installed here: {INSTALL}"
     # Granite multiplies all inputs of its first layer, and other families the embeddings alone.
     scales = "embedding_multiplier" in checkpoint.config.get("text_config", {})
     scale = config.embedding_scale if scales else 1.0
-    has_bf16 = plan.weights.precision != "fp32" and bf16_products(prepared.facts) is not None
+    has_bf16 = prepared.plan.weights.precision != "fp32" and bf16_products(prepared.facts) is not None
 
     def load() -> Tower:
         from app.engine.transformers.tower import PictureTower
 
+        if part is not None:
+            from app.engine.transformers.mmproj import GgufTower
+
+            return GgufTower(part, checkpoint.location, config)
         return PictureTower(checkpoint.directory, config, scale, "bfloat16" if has_bf16 else "float32")
 
     return ChatPictureReader(load, settings.max_images, settings.allow_image_urls)

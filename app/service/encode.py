@@ -10,6 +10,7 @@ from dataclasses import replace
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, RequestTimeout, WrongModelKind
 from app.messages import ArraysReady, Encode, Infer, RunTask, Signature, Text
 from app.service.open_request import OpenRequest
+from app.service.program_pictures import picture_rows
 from app.service.prompt import SHORT_CHARACTERS, check_embedded, check_ids
 from app.service.requests import (
     Encoded,
@@ -59,12 +60,21 @@ async def infer(opened: OpenRequest, program: ServedProgram, request: InferenceR
 
     Raises `InvalidRequest` if the program was not exported for these sizes.
     """
+    client = opened.client
+    if request.pictures:
+        opened.admit()
+        given = dict(request.inputs)
+        for name, files in request.pictures.items():
+            size = sum(map(len, files))
+            given[name] = await client.read(size, picture_rows, program.description.pictures[name], files)
+        request = replace(request, inputs=given)
     if program.sizes is not None:
         program.sizes.check({name: array.shape for name, array in request.inputs.items()})
     num_rows = request.inputs[program.signature.inputs[0].name].shape[0]
-    opened.admit()
+    opened.http.rows += num_rows
+    if not request.pictures:
+        opened.admit()
     opened.hold(_program_request_bytes(program.signature, request, num_rows))
-    client = opened.client
     command = Infer(client.unique_id(request.request_id), request.inputs, request.outputs, opened.arrived_at)
     ready = await _send_and_wait(opened, command, num_rows)
     client.metrics.vectors_returned(num_rows, 0, ready.timings, opened.exemplar)

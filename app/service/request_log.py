@@ -27,7 +27,7 @@ class ClientRequest:
     `account` is None without limits, and `trace` if it is not sampled. The seconds are from arrival to the first step
     (`queue_seconds`) and to the first token, of the part that waited longest; None if there was none. `error` is the
     code of the error that its client was sent, also as the last event of a stream. `model` is the name of one of
-    several models, empty otherwise.
+    several models, empty otherwise. `rows` are those of a program's inputs, which has no tokens.
     """
 
     account: ClientAccount | None = None
@@ -38,6 +38,7 @@ class ClientRequest:
     first_token_seconds: float | None = None
     error: str = ""
     model: str = ""
+    rows: int = 0
 
     def add(
         self, prompt_tokens: int, completion_tokens: int, queue_seconds: float | None, first_token_seconds: float | None
@@ -75,8 +76,7 @@ def log_request(
         "method": method,
         "route": _escaped(path[:MAX_PATH_CHARACTERS]),
         "status": status,
-        "prompt_tokens": client_request.prompt_tokens,
-        "completion_tokens": client_request.completion_tokens,
+        **_sizes(client_request),
         "queue_ms": _milliseconds(client_request.queue_seconds),
         "first_token_ms": _milliseconds(client_request.first_token_seconds),
         "total_ms": _milliseconds(seconds),
@@ -88,6 +88,12 @@ def log_request(
     # `log.log` would look for the caller in the stack, which no form of the log shows.
     extra = {"fields": fields}
     log.handle(log.makeRecord(log.name, request_level(method), "", 0, _Line(fields), (), None, extra=extra))
+
+
+def _sizes(client_request: ClientRequest) -> dict[str, int]:
+    if client_request.rows:
+        return {"rows": client_request.rows}
+    return {"prompt_tokens": client_request.prompt_tokens, "completion_tokens": client_request.completion_tokens}
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,10 +290,13 @@ class TaskResult:
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
+    """Arrays of a program's inputs, and files of `pictures` for those that are described as such."""
+
     inputs: Mapping[str, Array]
     outputs: tuple[str, ...]
     api: Api
     request_id: str
+    pictures: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

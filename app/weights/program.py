@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import re
+import struct
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +43,15 @@ from app.models.program_graph import (
     refs,
 )
 from app.weights.files import check_not_lfs_pointer, remedy
+from app.weights.program_description import ProgramDescription
 
 _MAX_JSON_BYTES = 256 * 2**20  # limit for a graph: a thousand layers take about ten megabytes
 # Exceptions of zipfile for damaged files: ValueError for names that are not text, RuntimeError for unknown versions
 # and ciphers.
 _DAMAGE_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile)
+_HEADER_BYTES, _ALIGNMENT, _ENCRYPTED = 30, 64, 1  # of a member's data: torch aligns them
 _SAVE_AGAIN = "Save it again with torch.export.save of torch 2.10 or newer"
-_ITEM_BYTES: Mapping[str, int] = {
+ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("uint8", "int8", "bool"), 1),
     **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
     **dict.fromkeys(("int32", "float32"), 4),
@@ -72,6 +78,18 @@ _EXPORT_EXAMPLE = (
 )
 CONVOLUTIONS = frozenset(f"torch.ops.aten.{name}.default" for name in ("conv1d", "conv2d", "conv3d", "convolution"))
 _TRANSPOSED_POSITION = 6  # position of `transposed` among a convolution's arguments
+
+
+# Packages of the extra `onnx`: what computes a graph of ONNX, what reads it, and what torch's exporter writes it with.
+CONVERTERS = ("onnxruntime", "onnx", "onnxscript")
+
+
+def library_version(package: str) -> str:
+    """Return the version of an installed package, without importing it; empty if it is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +157,24 @@ class Archive:
         except _DAMAGE_ERRORS as error:
             raise CheckpointInvalid(f"{self.path.name}: {name} is damaged: {error}.") from error
 
+    def map(self, name: str) -> memoryview:
+        """Return a member's bytes, mapped from the file and private to this process; their checksum is verified."""
+        if name not in self._sizes:
+            return memoryview(self.read(name))  # raises
+        info = self._zip.getinfo(f"{self._root}/{name}")
+        with self.path.open("rb") as stream:
+            stream.seek(info.header_offset)
+            header = stream.read(_HEADER_BYTES)
+            start = info.header_offset + _HEADER_BYTES + sum(struct.unpack("<HH", header[-4:].rjust(4, b"\0")))
+            is_plain = len(header) == _HEADER_BYTES and not start % _ALIGNMENT and not info.flag_bits & _ENCRYPTED
+            if not is_plain or start + info.file_size > self.path.stat().st_size:
+                return memoryview(bytearray(self.read(name)))  # another program wrote the archive
+            pages = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        data = memoryview(pages)[start : start + info.file_size]
+        if zlib.crc32(data) != info.CRC:
+            raise CheckpointInvalid(f"{self.path.name}: {name} is damaged: its checksum is another.")
+        return data
+
     def read_json(self, name: str) -> Mapping[str, Any]:
         if self._sizes.get(name, 0) > _MAX_JSON_BYTES:
             raise CheckpointInvalid(f"{self.path.name}: {name} is larger than the limit for a graph.")
@@ -175,7 +211,7 @@ class Archive:
             stored = StoredTensor(
                 member, dtype_name(meta["dtype"]), tuple(sizes), tuple(strides), _static_size(meta["storage_offset"])
             )
-            enough = stored.min_member_elements * _ITEM_BYTES[stored.dtype] <= self._sizes.get(
+            enough = stored.min_member_elements * ITEM_BYTES[stored.dtype] <= self._sizes.get(
                 member, 0 if stored.min_member_elements == 0 else -1
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -202,6 +238,7 @@ class ProgramCheckpoint:
     output_indices: tuple[int, ...]  # indices of the signature's outputs among the graph's outputs
     states: Mapping[str, StoredTensor]
     sizes: ProgramSizes
+    description: ProgramDescription = field(default_factory=ProgramDescription)
     kind: str = field(default="program", init=False)
 
     @property
@@ -275,7 +312,9 @@ class ProgramCheckpoint:
             stored_dtype="float32",
             rows_vary=any(size < 0 for spec in self.signature.inputs for size in spec.shape[1:]),
             operations_per_token=operations_per_row(self, 1),
+            convolution_operations=operations_per_row(self, 1, CONVOLUTIONS),
             table_bytes=max(0, 4 * sum(sizes.values()) - read_bytes(self, "fp32")),
+            engine="auto" if all(map(library_version, CONVERTERS)) else "native",
         )
 
 
@@ -465,10 +504,12 @@ def _linear_operands(names: list[str | None]) -> tuple[str | None, str | None, s
     return x, weight, bias
 
 
-def operations_per_row(checkpoint: ProgramCheckpoint, free_size: int) -> float:
-    """Return twice the multiply-adds per row; other dynamic dimensions than the batch are `free_size`."""
+def operations_per_row(
+    checkpoint: ProgramCheckpoint, free_size: int, targets: Collection[str] = (LINEAR_TARGET, *CONVOLUTIONS)
+) -> float:
+    """Return twice the multiply-adds per row of calls of `targets`; dynamic dimensions besides the batch are `free_size`."""
     first = checkpoint.graph.values[checkpoint.signature.inputs[0].name].shape[0]
-    return _graph_operations(checkpoint.graph, DimensionValues(first, free_size))
+    return _graph_operations(checkpoint.graph, DimensionValues(first, free_size), targets)
 
 
 def read_bytes(checkpoint: ProgramCheckpoint, precision: str) -> int:
@@ -501,9 +542,9 @@ class DimensionValues:
         )
 
 
-def _graph_operations(graph: Graph, sizes: DimensionValues) -> float:
-    inner = sum(_graph_operations(each, sizes) for node in graph.nodes for each in _subgraphs(node))
-    return inner + sum(_operations(node, graph, sizes) for node in graph.nodes)
+def _graph_operations(graph: Graph, sizes: DimensionValues, targets: Collection[str]) -> float:
+    inner = sum(_graph_operations(each, sizes, targets) for node in graph.nodes for each in _subgraphs(node))
+    return inner + sum(_operations(node, graph, sizes) for node in graph.nodes if node.target in targets)
 
 
 def _subgraphs(node: Node) -> Iterator[Graph]:
@@ -512,8 +553,6 @@ def _subgraphs(node: Node) -> Iterator[Graph]:
 
 def _operations(node: Node, graph: Graph, sizes: DimensionValues) -> float:
     """Return the operations of a node: each output element sums over all but the weight's first dimension."""
-    if node.target != LINEAR_TARGET and node.target not in CONVOLUTIONS:
-        return 0.0
     if node.arguments[_TRANSPOSED_POSITION : _TRANSPOSED_POSITION + 1] == (True,):
         return 0.0  # a transposed convolution sums over other dimensions
     if len(node.arguments) < 2 or not node.outputs:

@@ -121,7 +121,7 @@ def _measure(job: LibraryJob, way: str, precision: str) -> WayTimes:
         model = load_for_plan(request, backend)
     loading = time.perf_counter() - began
     if way.startswith(COMPILED):
-        model.forward = torch.compile(model.forward, dynamic=True)  # type: ignore[method-assign]
+        model.forward = torch.compile(model.forward, dynamic=True)
     steps = GenerationSteps(model, job.checkpoint.needs().vocab_size)
     return WayTimes(*_time_steps(steps, job), loading, steps.advance(*trial_rows(steps, 4, 16)).float())
 

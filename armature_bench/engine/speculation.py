@@ -140,6 +140,9 @@ class ForcedTextRunner:
     def survives(self, error: Exception) -> bool:
         return self._runner.survives(error)
 
+    def use_idle_time(self, is_wanted: Callable[[], bool]) -> bool:
+        return self._runner.use_idle_time(is_wanted)
+
 
 class AnswerDriver:
     def __init__(self, engine: DecoderEngine, max_tokens: int) -> None:

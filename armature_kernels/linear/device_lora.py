@@ -67,7 +67,7 @@ class DeviceLoraProduct:
         """Add the products of the step's adapters with x [rows, inputs] to y [rows, outputs] in place."""
         assert isinstance(x, Tensor), "the forms of a device do not quantize their inputs"
         mask = self._rows.mask(len(x))
-        shrunk = (x.to(self._a.dtype) @ self._a.T).unflatten(1, (len(self._outputs), -1)) * mask[:, None]
+        shrunk = (x.to(self._a.dtype) @ self._a.T).view(len(x), len(self._outputs), -1) * mask[:, None]
         first = 0
         for source, outputs in enumerate(self._outputs):
             y[:, first : first + outputs] += (shrunk[:, source] @ self._b[source].T).to(y.dtype)

@@ -15,9 +15,11 @@ from app.hardware.facts import CudaDevice, Facts, TorchBuild
 from app.hardware.probe.probe import probe
 from app.server import prepare
 from app.settings import DEMO_DIRECTORY
+from picture_checkpoints import write_reader
 from simulated_device import SimulatedDeviceBackend
 from tests.live import live_server
 from tests.live.live_server import LiveServer, live, starting, until
+from tests.live.test_live_pictures import asked, data_url
 
 GPU = CudaDevice(0, "NVIDIA H200", (9, 0), 141 * 2**30, free_bytes=20 * 2**30)
 PROMPTS = ["Once upon a time", "The little dog", "A girl named", "One day", "There was a", "Tom and his friend"]
@@ -118,3 +120,21 @@ def test_an_encoder_answers(on_device: None) -> None:
             assert answer.status_code == 200, answer.text
             found.append([number for each in answer.json()["data"] for number in each["embedding"]])
     assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+@pytest.mark.full
+def test_pictures_are_read_as_on_a_cpu(on_device: None, tmp_path: Path) -> None:
+    write_reader(tmp_path / "model", "SmolVLMForConditionalGeneration/llama")
+    found = []
+    for device in ("cpu", "cuda"):
+        with live(tmp_path / "model", device=device, **SMALL) as server, ThreadPoolExecutor(4) as pool:
+            bodies = [
+                {"messages": asked(data_url(size=size)), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+                for size in ((60, 40), (20, 90))
+            ]
+            answers = list(
+                pool.map(lambda body: server.client.post("/v1/chat/completions", json=body).json(), bodies * 2)
+            )
+            found.append([answer["choices"][0]["message"]["content"] for answer in answers])
+            assert server.find_served.prepared_start.plan.placement.device == device
+    assert found[0] == found[1] and len(set(found[0])) == 2

@@ -178,7 +178,8 @@ def test_llama_cpps_prompts_with_pictures(running: LiveServer) -> None:
     assert complete(prompt=prompt)[1]["content"] == answer(running, data_url())["choices"][0]["message"]["content"]
     wrong = {
         "no base64": {"prompt_string": question, "multimodal_data": ["malformed"]},
-        "The prompt has 0 places for 1 pictures": {"prompt_string": "What is this?", "multimodal_data": [""]},
+        "is not a picture that is known here": {"prompt_string": "What is this?", "multimodal_data": [""]},
+        "The prompt has 0 places for 1 pictures": {"prompt_string": "What is this?", "multimodal_data": [encoded]},
         "The prompt has 1 places for 2 pictures": {"prompt_string": question, "multimodal_data": [encoded, other]},
     }
     for message, prompt in wrong.items():

@@ -12,7 +12,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from app.engine.transformers.pictures import MAX_PIXELS, MAX_RATIO, read_picture
+from app.engine.picture_files import MAX_PIXELS, MAX_RATIO, read_picture
 from app.errors import InvalidRequest
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)

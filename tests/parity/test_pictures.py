@@ -102,8 +102,8 @@ def file_of(shown: Any, kind: str = "PNG", **options: Any) -> bytes:
 def serve(directory: Path, reference: Reference, **settings: Any) -> Served:
     from app.engine.build import BuildRequest, build
 
-    values = {"precision": "fp32", "threads": 1, **settings}
-    prepared = prepare(Settings(model=directory, cache_dir=directory / "cache", **values))
+    values = {"precision": "fp32", "threads": 1, "cache_dir": directory / "cache", **settings}
+    prepared = prepare(Settings(model=directory, **values))
     tokenizer = try_and_load(prepared.checkpoint.location, None, False)
     model = make_served_model(prepared, tokenizer, read_chat_template(prepared, tokenizer))
     assert isinstance(model, ServedDecoder)

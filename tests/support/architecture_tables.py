@@ -35,7 +35,8 @@ CLIENT_IMPORTERS = ("cli",)
 # Folders that decide or translate; importing them must not import torch, which takes seconds.
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "hardware.*", "metrics.*", "text.*", "engine.scheduler.*", "service.*", "api.*",
-    "server.*", "cli.*", "models.decoders.config", "models.encoders.config", "weights.checkpoint", "weights.program",
+    "server.*", "cli.*", "models.decoders.config", "models.encoders.config", "weights.checkpoint", "weights.program", "weights.onnx_file",
+    "weights.program_description", "engine.picture_files",
     "tracing.request_trace", "tracing.start",
 )  # fmt: skip
 
@@ -47,7 +48,10 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "torchao": ("weights.*", "armature_kernels.*"),
     "transformers": ("engine.transformers.*",),
     "soundfile": ("engine.transformers.*",),
-    "PIL": ("engine.transformers.*",),
+    "PIL": ("engine.transformers.*", "engine.picture_files", "service.program_pictures"),
+    "onnx": ("weights.onnx_file", "engine.onnx.*"),
+    "onnx_ir": ("engine.onnx.*",),
+    "onnxruntime": ("engine.onnx.*",),
     "triton": ("armature_kernels.triton.*",),
     "httpx": (),
     "httptools": ("armature_bench.http.*", "api.http_protocol"),

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from app.weights.checkpoint import open_checkpoint
 from armature_bench.engine import gguf_file
@@ -149,3 +149,54 @@ def gguf_name(config: Any, name: str) -> str:
     if part == "post_attention_layernorm" and config.norm.offset:
         return f"blk.{layer}.post_attention_norm.{kind}"
     return f"blk.{layer}.{NAMES[part]}.{kind}"
+
+
+def write_reader_gguf(source: Path, folder: Path, kind: str = "F32") -> tuple[Path, Path]:
+    """Write a checkpoint of SmolVLM or Idefics 3 as llama.cpp has it: the text model, and the file `mmproj` beside it."""
+    values = json.loads((source / "config.json").read_text())
+    weights, text = load_file(source / "model.safetensors"), folder / "text"
+    text.mkdir(parents=True)
+    (text / "config.json").write_text(json.dumps({**values["text_config"], "architectures": ["LlamaForCausalLM"]}))
+    own = {name.replace("text_model.", ""): one for name, one in weights.items() if "text_model." in name}
+    save_file({**own, "lm_head.weight": weights["lm_head.weight"]}, text / "model.safetensors")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    (text / "tokenizer.json").write_text(json.dumps(tokenizer))
+    model = folder / "reader.gguf"
+    convert(text, model)
+    return model, write_mmproj(source, folder / "mmproj-reader.gguf", kind)
+
+
+def write_mmproj(source: Path, file: Path, kind: str = "F32", **changed: Any) -> Path:
+    """Write the picture part as llama.cpp's converter does, with the names of its own table."""
+    values = json.loads((source / "config.json").read_text())
+    processor = json.loads((source / "processor_config.json").read_text())["image_processor"]
+    vision = values["vision_config"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, vision["num_hidden_layers"])
+    writer = gguf.GGUFWriter(file, "clip")
+    writer.add_type("mmproj")
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(changed.get("projector", gguf.VisionProjectorType.IDEFICS3))
+    writer.add_vision_image_size(vision["image_size"])
+    writer.add_vision_preproc_image_size(processor["size"]["longest_edge"])
+    writer.add_vision_patch_size(vision["patch_size"])
+    writer.add_vision_embedding_length(vision["hidden_size"])
+    writer.add_vision_feed_forward_length(vision["intermediate_size"])
+    writer.add_vision_block_count(changed.get("layers", vision["num_hidden_layers"]))
+    writer.add_vision_head_count(vision["num_attention_heads"])
+    writer.add_vision_attention_layernorm_eps(vision["layer_norm_eps"])
+    writer.add_vision_image_mean(processor["image_mean"])
+    writer.add_vision_image_std(processor["image_std"])
+    writer.add_vision_projector_scale_factor(values["scale_factor"])
+    writer.add_vision_use_gelu(True)
+    for name, tensor in load_file(source / "model.safetensors").items():
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if theirs is not None and theirs.startswith(("v.", "mm.")) and name != changed.get("without"):
+            packed_kind = gguf.GGMLQuantizationType[kind if tensor.dim() > 1 else "F32"]
+            packed = gguf.quants.quantize(np.ascontiguousarray(tensor.float().numpy()), packed_kind)
+            writer.add_tensor(theirs, packed, raw_dtype=packed_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

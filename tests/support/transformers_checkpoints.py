@@ -80,7 +80,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "ProphetNetForCausalLM": {"pad_token_id": 0},
     "ProphetNetForConditionalGeneration": {"pad_token_id": 0},
-    "ZambaForCausalLM": {"num_hidden_layers": 6, "layers_block_type": [*_LAYERS_OF_ZAMBA, "linear_attention"] * 2},
+    "ZambaForCausalLM": {
+        "num_hidden_layers": 6,
+        "layers_block_type": [*_LAYERS_OF_ZAMBA, "linear_attention"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
     "Zamba2ForCausalLM": {"num_hidden_layers": 6, "layers_block_type": [*_LAYERS_OF_ZAMBA, "linear_attention"] * 2},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "XmodForCausalLM": {"languages": ["en_XX"], "default_language": "en_XX"},

@@ -11,6 +11,7 @@ import numpy
 from numpy.typing import NDArray
 from pydantic_core import from_json, to_json
 
+from app.api.oip.predictions import check_classes
 from app.api.oip.schemas import ConfigTensor, ModelConfiguration, ModelMetadata, TensorMetadata
 from app.api.oip.tensors import (
     VALUE_BYTES,
@@ -76,8 +77,8 @@ def metadata(model: ServedModel) -> ModelMetadata:
         "name": model.name,
         "versions": [VERSION],
         "platform": _platform(model),
-        "inputs": [_tensor_metadata(spec) for spec in signature.inputs],
-        "outputs": [_tensor_metadata(spec) for spec in signature.outputs],
+        "inputs": [_tensor_metadata(spec, model) for spec in signature.inputs],
+        "outputs": [_tensor_metadata(spec, model) for spec in signature.outputs],
     }
 
 
@@ -96,11 +97,17 @@ def config(model: ServedModel) -> ModelConfiguration:
 
 
 def _platform(model: ServedModel) -> str:
-    return "pytorch_export" if isinstance(model, ServedProgram) else "pytorch_safetensors"
+    return model.platform if isinstance(model, ServedProgram) else "pytorch_safetensors"
 
 
-def _tensor_metadata(spec: TensorSpec) -> TensorMetadata:
-    return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
+def _tensor_metadata(spec: TensorSpec, model: ServedModel) -> TensorMetadata:
+    found: TensorMetadata = {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
+    if isinstance(model, ServedProgram):
+        if spec.name in model.description.pictures and spec in model.signature.inputs:
+            found["parameters"] = {"picture": True}
+        if spec.name in model.description.labels and spec in model.signature.outputs:
+            found["parameters"] = {"labels": len(model.description.labels[spec.name])}
+    return found
 
 
 def _config_tensor(spec: TensorSpec) -> ConfigTensor:
@@ -117,14 +124,16 @@ def _config_tensor(spec: TensorSpec) -> ConfigTensor:
 # ---- validation of requests ----------------------------------------------------------------------------------------
 
 
-def check_inputs(specs: tuple[TensorSpec, ...], inputs: Mapping[str, Array]) -> None:
+def check_inputs(
+    specs: tuple[TensorSpec, ...], inputs: Mapping[str, Array], pictures: Mapping[str, int] | None = None
+) -> None:
     """Check names, datatypes and shapes. Missing inputs are allowed here.
 
-    The first dimension is the batch; it must be the same in all inputs and not 0. Raises an `InvalidRequest` that names
-    the input.
+    The first dimension is the batch; it must be the same in all inputs and not 0. Of inputs in `pictures` it is the
+    number of pictures. Raises an `InvalidRequest` that names the input.
     """
     known = {spec.name: spec for spec in specs}
-    batches: dict[str, int] = {}
+    batches = dict(pictures or {})
     for name, array in inputs.items():
         if name not in known:
             raise InvalidRequest(
@@ -166,7 +175,9 @@ def requested_outputs(signature: Signature, inference: InferRequest) -> tuple[st
     for name in requested:
         if name not in known:
             raise InvalidRequest(f"The model has no output {name[:100]!r}: it has {', '.join(known)}.", field="outputs")
-        if not inference.is_binary(name):
+        if name in inference.classes:
+            check_classes(known[name], inference.classes[name])
+        elif not inference.is_binary(name):
             check_json_datatype(name, known[name].datatype)
     return requested
 

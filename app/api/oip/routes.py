@@ -23,6 +23,14 @@ from app.api.oip.models import (
     requested_outputs,
     signature_of,
 )
+from app.api.oip.predictions import (
+    best_labels,
+    class_strings,
+    instance_inputs,
+    picture_input,
+    predictions,
+    split_pictures,
+)
 from app.api.oip.schemas import (
     OIP_ERRORS,
     DurationStatistic,
@@ -31,6 +39,8 @@ from app.api.oip.schemas import (
     InferBody,
     InferParameters,
     InferResponse,
+    InstancesBody,
+    InstancesResponse,
     ModelConfiguration,
     ModelControlBody,
     ModelMetadata,
@@ -78,10 +88,11 @@ from app.api.streaming import (
     EventStreamResponse,
     Generation,
     GenerationStream,
+    server_timing,
     write_directly,
 )
 from app.errors import InvalidRequest, ModelNotFound, NotReady, RequestTimeout, UnsupportedParameter, WrongModelKind
-from app.messages import SamplingParams
+from app.messages import Array, SamplingParams
 from app.metrics.instruments import DurationTotal, Metrics
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, InferenceRequest, ScoredToken
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram, ServedTasks
@@ -111,6 +122,9 @@ NOT_READY: dict[str, Any] = {
     "model": ModelReadiness | OipError,
 }
 BINARY_TENSORS: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+PICTURES: dict[str, Any] = {
+    f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in ("jpeg", "png")
+}
 BINARY_REQUEST = {
     "parameters": [
         {
@@ -120,7 +134,7 @@ BINARY_REQUEST = {
             "schema": {"type": "integer", "minimum": 0},
         }
     ],
-    "requestBody": {"content": BINARY_TENSORS},
+    "requestBody": {"content": {**BINARY_TENSORS, **PICTURES}},
 }
 
 
@@ -245,13 +259,17 @@ def requested_model(call: ApiCall) -> ServedModel:
     return model
 
 
+def content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def check_origin(request: Request) -> None:
     """Refuse a browser's cross-origin request without a JSON content type, and JSON that is said to be a bare tensor.
 
     The protocol's clients send no content type, so it is not required. A web page's scripts send an `Origin` header,
     and need a CORS preflight before they may send JSON.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = content_type(request)
     if kind == "application/json" and request.headers.get(HEADER) == "0":
         raise InvalidRequest(f"The body is a bare tensor, as {HEADER} says: send it as application/octet-stream.")
     if "origin" in request.headers and kind != "application/json" and HEADER not in request.headers:
@@ -276,7 +294,9 @@ async def infer(call: ApiCall) -> Response:
         check_origin(call.request)
         model = requested_model(call)
         inference = await call.translate(
-            lambda body: _parse_inference(model, *split_body(call.request, body), call.report_ignored)
+            lambda body: _parse_inference(
+                model, content_type(call.request), *split_body(call.request, body), call.report_ignored
+            )
         )
         _check_parameters(model, inference)
     microseconds = inference.parameters.timeout
@@ -291,19 +311,28 @@ async def infer(call: ApiCall) -> Response:
 
 
 def _parse_inference(
-    model: ServedModel, head: bytes | bytearray, tail: bytes | None, report: ReportIgnored
+    model: ServedModel, kind: str, head: bytes | bytearray, tail: bytes | None, report: ReportIgnored
 ) -> InferRequest:
+    """Return the tensors of a body of that content type."""
     if isinstance(model, ServedDecoder):
         raise WrongModelKind(
             f"{model.name!r} generates text: use /v2/models/{model.name}/generate, or serve an encoder.", field="model"
         )
+    if kind.startswith("image/") and tail is None:
+        return InferRequest(picture_input(model, bytes(head)))
     if head or tail is None:
         return parse_infer_request(head, tail, report)
     return InferRequest(parse_bare_body(signature_of(model), tail), parameters=InferParameters(binary_data_output=True))
 
 
 def _check_parameters(model: ServedModel, inference: InferRequest) -> None:
-    """Refuse parameters about texts for a program, which takes tensors only."""
+    """Refuse parameters about texts for a program, which takes tensors only, and classes of other models."""
+    if inference.classes and not isinstance(model, ServedProgram):
+        name = next(iter(inference.classes))
+        raise UnsupportedParameter(
+            f"outputs: classification is not supported for {name[:100]!r} of this model: use /v1/classify.",
+            field="outputs",
+        )
     if isinstance(model, ServedProgram):
         given = inference.parameters
         for name in ("normalize", "truncate", "dimensions", "prompt_name"):
@@ -329,12 +358,73 @@ async def _run_inference(call: ApiCall, model: ServedModel, inference: InferRequ
             request = models.task_request(model, inference, call.id, call.report_ignored)
         result = await runtime.service.run_task(request)
         return InferResult(models.task_tensors(result), result.timings, {"prompt_tokens": result.num_tokens})
+    assert isinstance(model, ServedProgram), "decoders were refused when the body was parsed"
     with count_refusals(runtime.metrics, "oip"):
-        check_inputs(signature.inputs, inference.inputs)
+        arrays, pictures = split_pictures(model, inference.inputs)
+        check_inputs(signature.inputs, arrays, {name: len(files) for name, files in pictures.items()})
         check_complete(signature.inputs, inference.inputs)
         outputs = requested_outputs(signature, inference)
-    inferred = await runtime.service.infer(InferenceRequest(inference.inputs, outputs, "oip", call.id))
-    return InferResult({name: inferred.arrays[name] for name in outputs}, inferred.timings)
+    inferred = await runtime.service.infer(InferenceRequest(arrays, outputs, "oip", call.id, pictures))
+    return InferResult(
+        {name: _output(model, inference, name, inferred.arrays[name]) for name in outputs}, inferred.timings
+    )
+
+
+def _output(model: ServedProgram, inference: InferRequest, name: str, array: Array) -> Array:
+    count = inference.classes.get(name)
+    return array if count is None else class_strings(array, count, model.description.labels.get(name, ()))
+
+
+# ---- version 1 and TorchServe ----------------------------------------------------------------------------------------
+
+
+@OIP.post(
+    ("/v1/models/{name:path}:predict",),
+    "KServe: inference in version 1 of its protocol",
+    body=InstancesBody,
+    response=InstancesResponse,
+    statuses=(*BODY_ERRORS, 404, 504),
+    operation="infer",
+)
+async def predict(call: ApiCall) -> Response:
+    """Run a program on instances, each a value or a value of each input."""
+    return await _predict(call, is_torchserve=False)
+
+
+@OIP.post(
+    ("/predictions/{name:path}",),
+    "TorchServe: inference",
+    body=InstancesBody,
+    response=dict[str, Any],
+    statuses=(*BODY_ERRORS, 404, 504),
+    operation="infer",
+    openapi={"openapi_extra": {"requestBody": {"content": PICTURES}}},
+)
+async def torchserve_predictions(call: ApiCall) -> Response:
+    """Run a program on a picture, or on instances. With labels, the five best of a picture are returned."""
+    return await _predict(call, is_torchserve=True)
+
+
+async def _predict(call: ApiCall, is_torchserve: bool) -> Response:
+    with count_refusals(call.runtime.metrics, "oip"):
+        check_origin(call.request)
+        model, kind = requested_model(call), content_type(call.request)
+        if not isinstance(model, ServedProgram):
+            raise WrongModelKind(f"{model.name!r} is no exported program: use /v2/models/{model.name}.", field="model")
+        if is_torchserve and kind != "application/json":
+            inputs = await call.translate(lambda body: picture_input(model, bytes(body)))
+        else:
+            inputs = await call.translate(
+                lambda body: instance_inputs(model, parse_body(InstancesBody, body, call.report_ignored).instances)
+            )
+    inference = InferRequest(inputs, parameters=InferParameters(binary_data_output=True))
+    result = await _run_inference(call, model, inference)
+    size = sum(len(array.data) for array in result.arrays.values())
+    if is_torchserve and kind != "application/json":
+        content = await run_beside_loop(size, best_labels, model, result.arrays)
+    else:
+        content = await run_beside_loop(size, predictions, result.arrays)
+    return Response(content, media_type="application/json", headers=server_timing([result.timings], "queue", "encode"))
 
 
 @OIP.get(_paths(""), "Open Inference Protocol: metadata of a model and its tensors")

@@ -47,11 +47,15 @@ class InputTensor(Body):
 
 
 class OutputParameters(Body):
-    """Parameters of an output. `binary_data` requests it as bytes after the response's JSON."""
+    """Parameters of an output. `binary_data` requests it as bytes after the response's JSON.
 
-    REFUSED: ClassVar[Mapping[str, Refusal]] = {**InputParameters.REFUSED, **refused(LEAVE_OUT, classification=0)}
+    `classification` requests the most probable classes of each row in place of a program's values.
+    """
+
+    REFUSED: ClassVar[Mapping[str, Refusal]] = InputParameters.REFUSED
 
     binary_data: bool | None = None
+    classification: Annotated[int, Field(ge=0, le=10_000)] | None = None
 
 
 class OutputTensor(Body):
@@ -86,7 +90,7 @@ class InferBody(Body):
 
     API: ClassVar[Api] = "oip"
     FOREIGN: ClassVar[Mapping[str, str]] = {
-        "instances": "send inputs here; version 1 of the protocol is not served.",
+        "instances": "send inputs here, or send instances to /v1/models/{model}:predict.",
         "text_input": "send inputs here, or send text_input to generate.",
     }
 
@@ -94,6 +98,27 @@ class InferBody(Body):
     id: str | None = None
     parameters: InferParameters | None = None
     outputs: Annotated[tuple[OutputTensor, ...], Field(fail_fast=True, max_length=MAX_TENSORS)] | None = None
+
+
+class InstancesBody(Body):
+    """Body of `POST /v1/models/{model}:predict`. An instance is a value of a program's only input, or one by each name.
+
+    A picture is `{"b64": ...}`.
+    """
+
+    API: ClassVar[Api] = "oip"
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "inputs": "send instances here, or send inputs to /v2/models/{model}/infer."
+    }
+    REFUSED: ClassVar[Mapping[str, Refusal]] = refused(LEAVE_OUT, signature_name=("", "serving_default"))
+
+    instances: Annotated[tuple[Any, ...], Field(min_length=1)]
+
+
+class InstancesResponse(TypedDict):
+    """Response of version 1: for each instance its row of a program's only output, or a row by each name."""
+
+    predictions: list[Any]
 
 
 class GenerateParameters(SamplingFields):
@@ -190,12 +215,20 @@ class ModelReadiness(TypedDict):
     ready: bool
 
 
+class TensorParameters(TypedDict):
+    """What a program's description says of a tensor: it takes pictures, or its values have so many labels."""
+
+    picture: NotRequired[bool]
+    labels: NotRequired[int]
+
+
 class TensorMetadata(TypedDict):
     """A tensor of a model; -1 is a dimension of any size."""
 
     name: str
     datatype: str
     shape: list[int]
+    parameters: NotRequired[TensorParameters]
 
 
 class ModelMetadata(TypedDict):

@@ -93,6 +93,23 @@ def to_strings(name: str, tensor: Array) -> list[str]:
         raise _input_error(name, "its elements must be text in UTF-8") from error
 
 
+def to_elements(name: str, tensor: Array) -> list[bytes]:
+    """Return the elements of a BYTES tensor."""
+    return list(_elements(name, tensor.data, math.prod(tensor.shape)))
+
+
+def json_array(name: str, tensor: Array) -> Any:
+    """Return a tensor as a numpy array whose values JSON can represent. Raises `InvalidRequest`."""
+    if tensor.datatype in ("FP16", "BF16"):
+        raise _output_error(name, f"{tensor.datatype} cannot be sent as JSON")
+    if math.prod(tensor.shape) > MAX_JSON_VALUES:
+        raise _output_error(name, f"{math.prod(tensor.shape)} values are too many for JSON")
+    values = numpy.frombuffer(tensor.data, "?" if tensor.datatype == "BOOL" else _NUMPY[tensor.datatype])
+    if tensor.datatype in ("FP32", "FP64") and not numpy.isfinite(values).all():
+        raise _output_error(name, "it has values that are not finite, which JSON cannot represent")
+    return values.reshape(tensor.shape)
+
+
 def from_strings(elements: Sequence[str], shape: tuple[int, ...]) -> Array:
     return Array("BYTES", shape, _to_bytes("", "BYTES", elements))
 
@@ -209,12 +226,14 @@ class InferRequest:
     """A parsed `infer` request with its tensors by name.
 
     `outputs` maps each requested output to whether it is requested as binary (None: not specified); None: all.
+    `classes` is the number of classes that are requested in place of an output's values.
     """
 
     inputs: Mapping[str, Array]
     outputs: Mapping[str, bool | None] | None = None
     id: str | None = None
     parameters: InferParameters = field(default_factory=InferParameters)
+    classes: Mapping[str, int] = field(default_factory=dict)
 
     def is_binary(self, output: str) -> bool:
         """Return True if the output is sent as binary data. An output's own parameter overrides the request's."""
@@ -248,7 +267,11 @@ def parse_infer_request(
         raise InvalidRequest("The body is empty: send a JSON object with inputs.")
     body = parse_body(InferBody, head, report)
     return InferRequest(
-        _inputs(body.inputs, tail), _outputs(body.outputs), body.id, body.parameters or InferParameters()
+        _inputs(body.inputs, tail),
+        _outputs(body.outputs),
+        body.id,
+        body.parameters or InferParameters(),
+        {one.name: count for one in body.outputs or () if one.parameters and (count := one.parameters.classification)},
     )
 
 

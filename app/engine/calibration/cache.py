@@ -24,6 +24,7 @@ from app.hardware.probe import software
 from app.settings import Settings, settings_with
 from app.version import VERSION
 from app.weights.cache_file import FileUnusable, atomic_write, differences, log_not_kept, open_trusted
+from app.weights.program import library_version
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ def calibration_key(facts: Facts, settings: Settings, plan: ServingPlan, shapes:
         "threads": f"{plan.cpu.threads} {plan.cpu.wait_policy}",
         "version": VERSION,
         "torch": facts.torch.version if facts.torch else "",
+        "engine": plan.weights.engine + (library_version("onnxruntime") if plan.weights.engine != "native" else ""),
         "native": f"{software.native_library_hash()} {plan.weights.kernels} {os.environ.get('ARMATURE_ISA', '')}",
     }
 

@@ -30,7 +30,7 @@ from app.engine.decoder.cuda_graphs import LARGEST_BUCKET
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype, kv_shape_of
 from app.engine.encoder.batching import EncodeState, TextSpan
 from app.engine.encoder.cpu_runner import EncoderRunner
-from app.engine.program import INPUT_ERRORS, cannot_run, max_step_rows, served_program, synthetic_inputs
+from app.engine.program import INPUT_ERRORS, cannot_run, load_served, max_step_rows, synthetic_inputs
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, ScheduledSpan, make_sequence
 from app.errors import StepFailed
@@ -45,7 +45,7 @@ from app.models.encoders.config import EncoderConfig, encoder_products_of
 from app.models.encoders.encoder import DistanceBias, Encoder, build_encoder_model
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.weights.form_choice import form_choice
-from app.weights.load import ProgramValues, load_program, read_flat
+from app.weights.load import ProgramValues, read_flat
 from app.weights.program import Archive, ProgramCheckpoint, StoredTensor, operations_per_row, read_bytes
 from armature_kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
 from armature_kernels.linear.device import DeviceLinear
@@ -384,10 +384,9 @@ class ProgramTrial:
     def __init__(self, checkpoint: ProgramCheckpoint, plan: ServingPlan) -> None:
         """Build the program. Raises `CheckpointInvalid` if it calls an operator that is not served."""
         self.checkpoint, self.plan = checkpoint, plan
-        program = load_program(
+        self._served = load_served(
             checkpoint, plan, lambda done, total: None, ProgramValues(_synthetic_tensor, _synthetic_product)
         )
-        self._served = served_program(checkpoint, program)
 
     def step_sizes(self) -> list[int]:
         asked = self.plan.memory.batch_target_tokens

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from app.engine.sampling.rows import COLUMNS, filters_of, stream_start, uniform_numbers
 from app.engine.scheduler.batch import LogitRow, ScheduledSpan, Sequence
+from app.messages import FIRST_VECTOR_ID
 from armature_kernels.attention.paged import PAGE_TOKENS
 from armature_kernels.linear.device_lora import NO_ADAPTER
 
@@ -220,6 +221,8 @@ def pieces_of(spans: Items[ScheduledSpan]) -> list[Piece]:
     pieces: list[Piece] = []
     for span in spans:
         token_ids = [*span.sequence.token_ids[span.start : span.known_end], *span.draft_ids]
+        if span.sequence.vectors:  # they come in place of the embedding of these tokens
+            token_ids = [token if token < FIRST_VECTOR_ID else 0 for token in token_ids]
         assert len(token_ids) == span.num_tokens, (
             "the host must know all tokens of the spans; use DecodeInputs for a step launched ahead"
         )

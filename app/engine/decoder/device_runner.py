@@ -45,6 +45,7 @@ from app.engine.decoder.device_inputs import (
     token_rows,
 )
 from app.engine.decoder.paged_kv_cache import PagedKvCache
+from app.engine.decoder.picture_rows import vectors_of
 from app.engine.sampling.device_rules import DeviceRules, LogprobReport, Rule, needs_host, rule_of
 from app.engine.sampling.rows import SamplingTensors, sample_greedy, sample_random
 from app.engine.sampling.sampler import Sampler, SpanScores, TokenMasks, score_prompts
@@ -54,7 +55,7 @@ from app.hardware.plan.memory_budget import GRAPHS_BYTES
 from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import QkvHeads
-from armature_kernels.attention.context import AttentionSpec, StepContext
+from armature_kernels.attention.context import AttentionSpec, StepContext, TokenVectors
 from armature_kernels.attention.paged import PagedStep
 from armature_kernels.elementwise.rope import apply_rope_and_write_kv
 from armature_kernels.linear.device_lora import DeviceLoraRows
@@ -112,21 +113,25 @@ class DeviceForward:
         self.buffer = buffer
         self.adapters: DeviceLoraRows | None = None  # set if the server has LoRA adapters
 
-    def logits(self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds) -> Tensor:
+    def logits(
+        self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, vectors: TokenVectors | None = None
+    ) -> Tensor:
         which = None if sizes.samples == sizes.tokens else views.logit_rows
-        logits = self.model(self._context(views, bounds, which))
+        logits = self.model(self._context(views, bounds, which, vectors))
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
-    def hidden(self, views: StepViews[Tensor], bounds: StepBounds) -> Tensor:
-        return self.model.hidden(self._context(views, bounds, None))
+    def hidden(self, views: StepViews[Tensor], bounds: StepBounds, vectors: TokenVectors | None = None) -> Tensor:
+        return self.model.hidden(self._context(views, bounds, None, vectors))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         logits = self.model.logits(hidden)
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
-    def _context(self, views: StepViews[Tensor], bounds: StepBounds, logit_rows: Tensor | None) -> StepContext:
+    def _context(
+        self, views: StepViews[Tensor], bounds: StepBounds, logit_rows: Tensor | None, vectors: TokenVectors | None
+    ) -> StepContext:
         step = PagedStep(
             self.kv_cache.tables,
             views.slots,
@@ -141,7 +146,7 @@ class DeviceForward:
             self.adapters.set(views.adapters, logit_rows)
         token_ids = self.token_ids(views)
         attend = PagedAttention(self.kv_cache, self.backend, step, views.kv_rows)
-        return StepContext(token_ids, views.positions, logit_rows, attend)
+        return StepContext(token_ids, views.positions, logit_rows, attend, vectors=vectors)
 
     def token_ids(self, views: StepViews[Tensor], rows: Tensor | None = None) -> Tensor:
         """Return the ids of a step's tokens, or of those in `rows`, before anything of the step is sampled.
@@ -260,6 +265,7 @@ class _StepTask:
     inputs: DecodeInputs | None
     pieces: list[Piece]
     kv_rows: list[int]
+    vectors: TokenVectors | None = None  # on the host
 
     @property
     def gap(self) -> int:
@@ -426,13 +432,13 @@ class DeviceDecoderRunner:
 
     def _task(self, batch: Batch) -> _StepTask:
         rows, pieces = logit_rows_of(batch.spans), pieces_of(batch.spans)
-        bounds, shape = StepBounds.of(pieces), None
-        if self.graphs.enabled and not batch.scored:
+        bounds, shape, vectors = StepBounds.of(pieces), None, vectors_of(batch.spans)
+        if self.graphs.enabled and not batch.scored and vectors is None:
             prompts = [len(piece.token_ids) for piece in pieces[bounds.num_decodes :]]
             shape = self._possible(self.shapes.find(bounds.num_decodes, bounds.max_context, prompts, bounds.fresh))
         sizes = StepSizes.of(pieces, len(rows)) if shape is None else shape.sizes
         kv_rows = self.kv_cache.written_rows(batch.spans)
-        return _StepTask(batch, rows, sampling_mode(rows), shape, sizes, None, pieces, kv_rows)
+        return _StepTask(batch, rows, sampling_mode(rows), shape, sizes, None, pieces, kv_rows, vectors)
 
     def _task_ahead(self, batch: Batch, before: DeviceInFlightStep) -> _StepTask:
         """Return the task of a step that is launched ahead: its tokens are those that the step before it samples."""
@@ -506,13 +512,16 @@ class DeviceDecoderRunner:
             self.graphs.replay(task.shape)
             assert self._logits is not None, "a captured step writes its logits"
             return self._logits[: len(task.rows)], []
-        views, scores = self._views(task.sizes), list[SpanScores]()
+        views, scores, vectors = self._views(task.sizes), list[SpanScores](), task.vectors
+        if vectors is not None:
+            device = self._block.device
+            vectors = replace(vectors, rows=vectors.rows.to(device), values=vectors.values.to(device))
         if task.batch.scored:
-            hidden = self._forward.hidden(views, task.bounds)
+            hidden = self._forward.hidden(views, task.bounds, vectors)
             scores = score_prompts(task.batch, hidden, self._forward.logits_of)
             logits = self._forward.logits_of(hidden.index_select(0, views.logit_rows))
         else:
-            logits = self._forward.logits(views, task.sizes, task.bounds)
+            logits = self._forward.logits(views, task.sizes, task.bounds, vectors)
         return logits[: len(task.rows)], scores
 
     def _views(self, sizes: StepSizes) -> StepViews[Tensor]:

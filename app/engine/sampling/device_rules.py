@@ -69,12 +69,12 @@ class TokenTallies:
             elif held != row.position:
                 self._count(row)
             self._tokens[key] = row.position
-        at = torch.tensor([self._rows[id(row.sequence)][1] for row in rows], device=self._counts.device)
+        own = torch.tensor([self._rows[id(row.sequence)][1] for row in rows], device=self._counts.device)
         if added:
-            some = slice(None) if len(added) == len(rows) else torch.tensor(added, device=at.device)
+            some = slice(None) if len(added) == len(rows) else torch.tensor(added, device=own.device)
             ids = last_ids[some].clamp_min(0)
-            self._counts.index_put_((at[some], ids), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
-        return self._counts.index_select(0, at)
+            self._counts.index_put_((own[some], ids), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
+        return self._counts.index_select(0, own)
 
     def _make_room(self, rows: Items[LogitRow]) -> None:
         new = [row.sequence for row in rows if id(row.sequence) not in self._rows]
@@ -127,7 +127,7 @@ class Penalties:
                 for one in params
             ]
         ).to(device)
-        repetition, presence, frequency = columns.split(1, 1)
+        repetition, presence, frequency = (columns[:, at : at + 1] for at in range(3))
         biases = [(row * vocab_size + token, bias) for row, one in enumerate(params) for token, bias in one.logit_bias]
         places = torch.tensor([place for place, _ in biases], dtype=torch.int64).to(device)
         values = torch.tensor([bias for _, bias in biases], dtype=torch.float32).to(device)

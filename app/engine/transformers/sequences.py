@@ -34,7 +34,7 @@ from transformers.cache_utils import (
 from app.engine.scheduler.batch import Sequence
 
 
-class RoomyLayer(DynamicLayer):
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values [rows, heads, length, size] with room for more tokens, so that a step copies only its own."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,9 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+from app.engine.picture_files import read_picture
 from app.engine.transformers.build import import_library
 from app.engine.transformers.picture_processors import PROCESSORS
-from app.engine.transformers.pictures import read_picture
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.messages import PromptVectors
 from app.models.decoders.config import ModelConfig
@@ -72,8 +72,7 @@ class PictureTower:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
-            self._processor: Any = _processor_class(directory).from_pretrained(directory, local_files_only=True)
-            model, self._hidden_size = _load(directory, getattr(transformers, name), self._dtype)
+            self._processor, model, self._hidden_size = self._parts(directory, name)
         except _LIBRARY_ERRORS as error:
             raise UnsupportedParameter(
                 f"Pictures cannot be read: transformers {transformers.__version__} cannot load this checkpoint's part"
@@ -87,6 +86,11 @@ class PictureTower:
         known = () if self.joins_prompt else self._processor.tokenizer.added_tokens_decoder
         self._known_tokens = {self.token_id, *known}
         _LOG.info("pictures are read by %s", type(self._model).__name__)
+
+    def _parts(self, directory: Path, name: str) -> tuple[Any, Any, int]:
+        """Return the processor, the model, and the size of its vectors."""
+        processor: Any = _processor_class(directory).from_pretrained(directory, local_files_only=True)
+        return processor, *_load(directory, getattr(transformers, name), self._dtype)
 
     def read(self, data: bytes, field: str, is_alone: bool) -> PictureVectors:
         """Return the vectors of a picture. Raises `InvalidRequest` if it cannot be read."""

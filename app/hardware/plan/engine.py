@@ -21,6 +21,7 @@ _NATIVE_SETTINGS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("deterministic", ("off",)),
 )
 _EXACT = ("auto", "fp32", "bf16", "fp16")
+ONNX_EXTRA = "pip install 'armature-serve[onnx]'"
 _ROUNDED = ("int8", "int4")  # on processors
 BY_TRANSFORMERS = "transformers computes this model"
 _MISSING = (
@@ -32,6 +33,10 @@ _MISSING = (
 
 def decide_engine(settings: Settings, needs: Needs | None, device: str = "cpu") -> Decision[str]:
     """Decide the engine of a model. Raises `PlanImpossible` for a setting that transformers' engine does not have."""
+    if needs is not None and needs.kind == "program":
+        return _decide_program_engine(settings, needs)
+    if settings.engine == "onnxruntime":
+        raise PlanImpossible("engine is onnxruntime, which computes exported programs only: leave it at auto.")
     if needs is None or needs.engine == "native":
         asked = "Asked for." if settings.engine == "native" else "This package has the model's architecture."
         return Decision("native", asked if needs else "No model is given.")
@@ -50,3 +55,31 @@ def decide_engine(settings: Settings, needs: Needs | None, device: str = "cpu") 
         )
     why = "Asked for" if settings.engine == "transformers" else f"{needs.architecture} is not native here"
     return Decision("transformers", f"{why}: the library transformers computes it. {_MISSING}.")
+
+
+def _decide_program_engine(settings: Settings, needs: Needs) -> Decision[str]:
+    """Decide what computes an exported program; auto: the start times both, and uses the faster one."""
+    asked = settings.engine
+    if asked == "transformers":
+        raise PlanImpossible("engine is transformers, but the model is an exported program: leave it at auto.")
+    if needs.engine == "onnxruntime":
+        if asked == "native":
+            raise PlanImpossible("engine is native, but only ONNX Runtime computes an ONNX file: leave it at auto.")
+        if settings.weight_format not in ("auto", "fp32"):
+            raise PlanImpossible(
+                f"Weights in {settings.weight_format} are not offered for an ONNX file, which is computed in its own types:"
+                " leave precision at auto, or export the model in that type."
+            )
+        return Decision("onnxruntime", "The model is an ONNX file.")
+    if asked == "onnxruntime":
+        if needs.engine == "native":
+            raise PlanImpossible(f"engine is onnxruntime, which is not installed: {ONNX_EXTRA}.")
+        if settings.weight_format not in ("auto", "fp32"):
+            raise PlanImpossible(f"engine is onnxruntime, which computes in FP32, not in {settings.weight_format}.")
+        return Decision("onnxruntime", "Asked for.")
+    if asked == "native" or needs.engine == "native":
+        why = "Asked for." if asked == "native" else f"ONNX Runtime is not installed ({ONNX_EXTRA})."
+        return Decision("native", why)
+    return Decision(
+        "auto", "In FP32 both torch and ONNX Runtime are timed at the start; the faster one computes the program."
+    )

@@ -63,6 +63,11 @@ _WIDENED = (
     "sequence nearly twice its speed"
 )
 
+_WIDENED_PROGRAM = (
+    "this processor has no BF16 products: linear layers take half the bytes of FP32, and convolutions are slower than "
+    "in FP32"
+)
+
 
 def describe_cost(kind: str, cost: float) -> str:
     """Return what a precision costs a model of this kind in quality, as a clause."""
@@ -181,6 +186,8 @@ def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
     if chosen in QUANTIZED_PRECISIONS and candidates.kind == "cpu":
         return Decision(chosen, f"Asked for; {candidates.cost_phrase(chosen)}.")
     if chosen == "bf16" and unquantized_precision(candidates.facts, candidates.kind) != "bf16":
+        if candidates.needs is not None and candidates.needs.kind == "program":
+            return Decision(chosen, f"Asked for; {_WIDENED_PROGRAM}.")
         if candidates.kind == "cpu" and candidates.level != TORCH_KERNELS:
             return Decision(chosen, f"Asked for; {_WIDENED}.")
         whose = "processor" if candidates.kind == "cpu" else "chip"

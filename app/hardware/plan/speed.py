@@ -240,6 +240,8 @@ def known_timing(inputs: EstimateInputs, precision: str, threads: int) -> TrialT
     noisy = timings.find_noisy(precision, threads)
     if correction > _DISTURBED and not any(timing.trial.decode_seconds for timing in timings.known):
         one, noisy, correction = None, None, 1.0
+    if inputs.needs is not None and inputs.needs.kind == "program":
+        one = None  # how its steps grow with their rows is not known from one of them
     if noisy is not None:
         return noisy
     factor = max(correction, _least_factor(inputs, estimate)) if one is None else one / estimate.steps.decode(FEW_SEQS)
@@ -283,9 +285,10 @@ def estimated_timing(inputs: EstimateInputs, precision: str, threads: int) -> Tr
         return None
     operations = needs.operations_per_token or 2.0 * needs.num_parameters
     reading = nbytes / ceilings.read_bytes_per_second
+    convolving = needs.convolution_operations / _convolution_rate(inputs, precision, threads, ceilings)
 
     def table(sizes: tuple[int, ...], output: float = 0.0) -> dict[int, float]:
-        each = (operations + output) / ceilings.products_per_second
+        each = convolving + (operations - needs.convolution_operations + output) / ceilings.products_per_second
         return {size: _STEP_SECONDS + reading * needs.read_share(size) + size * each for size in sizes}
 
     texts = _PROGRAM_ROWS if needs.kind == "program" else _TEXT_TOKENS
@@ -302,6 +305,17 @@ def estimated_timing(inputs: EstimateInputs, precision: str, threads: int) -> Tr
         operations_per_token=operations,
     )
     return TrialTiming(trial, StepTimeTable.from_trial(trial), source="estimated")
+
+
+def _convolution_rate(inputs: EstimateInputs, precision: str, threads: int, ceilings: Ceilings) -> float:
+    """Return the operations a second of convolutions, which torch computes: in FP32 beside quantized linear layers."""
+    if inputs.device != "cpu" or precision == "fp32" or inputs.needs is None or not inputs.needs.convolution_operations:
+        return ceilings.products_per_second
+    if precision == "bf16":
+        found = find_ceilings(replace(inputs, level=TORCH_KERNELS, measurements=None), precision, threads)
+    else:
+        found = find_ceilings(inputs, "fp32", threads)
+    return ceilings.products_per_second if found is None else found.products_per_second
 
 
 def find_ceilings(inputs: EstimateInputs, precision: str, threads: int) -> Ceilings | None:

@@ -78,7 +78,9 @@ def decide_weights_and_kv(
     auto = settings.weight_format == "auto"
     generates = candidates.needs is None or candidates.needs.generates
     codes = _codes_precision(candidates)
-    if codes is not None and settings.weight_format in ("auto", codes.value):
+    if candidates.needs is not None and candidates.needs.engine == "onnxruntime":
+        chosen = Decision("fp32", "ONNX Runtime computes an ONNX file in the types that it has.")
+    elif codes is not None and settings.weight_format in ("auto", codes.value):
         chosen = codes if auto else Decision(codes.value, f"Asked for. {codes.reason}")
     elif not auto:
         chosen = precision.forced_precision(candidates)
@@ -100,8 +102,9 @@ def decide_weights_and_kv(
     else:
         final_demand = MemoryDemand(candidates.needs, chosen.value, kv_precision.value, node)
         copy = decide_int8_copy(settings, chosen.value, _copy_gain(candidates, final_demand, trials, threads))
+    engine = decide_engine(settings, candidates.needs, kind)
     return WeightsAndKv(
-        engine=decide_engine(settings, candidates.needs, kind),
+        engine=engine,
         precision=chosen,
         dtype=dtype,
         keep_layers=precision.decide_kept_layers(
@@ -109,7 +112,9 @@ def decide_weights_and_kv(
         ),
         int8_copy=copy,
         most_few_rows=decide_most_few_rows(measurements, copy.value),
-        pack_folder=decide_pack_folder(settings, chosen.value, kind, candidates.by_library),
+        pack_folder=_graph_folder(settings)
+        if engine.value in ("auto", "onnxruntime") and chosen.value == "fp32"
+        else decide_pack_folder(settings, chosen.value, kind, candidates.by_library),
         kernel_folder=decide_kernel_folder(settings, kind),
         kv_precision=kv_precision,
         kernels=kernels,
@@ -291,6 +296,15 @@ def decide_pack_folder(
         str(folder),
         f"Quantizing to {chosen} takes most of a start: it is done once, and the next start reads the packed weights from this folder.",
     )
+
+
+def _graph_folder(settings: Settings) -> Decision[str | None]:
+    folder = settings.cache_directory
+    if folder is None:
+        return Decision(
+            None, "This user has no home directory, so a program is converted at each start; set cache_dir."
+        )
+    return Decision(str(folder), "A program's ONNX graph is made once, and the next start reads it from this folder.")
 
 
 @dataclass(frozen=True, slots=True)

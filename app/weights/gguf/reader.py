@@ -127,7 +127,8 @@ def find_gguf(path: Path) -> Path | None:
         return path if path.suffix == SUFFIX else None
     if not path.is_dir() or files_in(path, "*.safetensors"):
         return None
-    files = files_in(path, f"*{SUFFIX}")
+    # A name with `mmproj` is that of a model's picture part.
+    files = [file for file in files_in(path, f"*{SUFFIX}") if "mmproj" not in file.name.lower()]
     models = {part_files(file)[0]: file for file in reversed(files)}
     if len(models) > 1:
         shown = sorted(model.name for model in models)

@@ -133,7 +133,7 @@ def checkpoint_tensors(model: GgufModel, family: GgufFamily, config: Mapping[str
         experts = dict(expert_tensors(name, tensor, config.get("num_local_experts", 0)))
         if family.model_type == "gemma4_text":  # its checkpoints have them beside the MLP
             experts = {ours.replace(".mlp.experts.", ".experts."): own for ours, own in experts.items()}
-        found.update((ours, _entry(own, _Changes(own.shape))) for ours, own in experts.items())
+        found.update((ours, gguf_entry(own)) for ours, own in experts.items())
         if experts:
             continue
         part = name.split(".")[2] if name.startswith("blk.") and name.count(".") > 1 else ""
@@ -145,7 +145,7 @@ def checkpoint_tensors(model: GgufModel, family: GgufFamily, config: Mapping[str
             rows = _interleaved(tensor, heads[part]) if part in heads else None
             added = 1.0 if family.adds_one and name.endswith("_norm.weight") and part != "ssm_norm" else 0.0
             changes = _Changes(_shape_here(part, tensor), rows, added=added, is_rate=part == "ssm_a")
-        found[_name_here(name, family)] = _entry(tensor, changes)
+        found[_name_here(name, family)] = gguf_entry(tensor, changes)
     return found
 
 
@@ -199,16 +199,17 @@ def _separate_scales(name: str, tensor: GgufTensor, config: Mapping[str, Any]) -
     keys, layer = config["linear_num_key_heads"], name.split(".")[1]
     shared = config["linear_num_value_heads"] // keys
     if tensor.shape[0] != 2 * keys * shared:
-        return {name: _entry(tensor, _Changes(tensor.shape))}
+        return {name: gguf_entry(tensor, _Changes(tensor.shape))}
     found = {}
     for place, part in enumerate("ba"):
         rows = tuple(2 * key * shared + place * shared + one for key in range(keys) for one in range(shared))
         ours = f"model.layers.{layer}.linear_attn.in_proj_{part}.weight"
-        found[ours] = _entry(tensor, _Changes((len(rows), *tensor.shape[1:]), rows))
+        found[ours] = gguf_entry(tensor, _Changes((len(rows), *tensor.shape[1:]), rows))
     return found
 
 
-def _entry(tensor: GgufTensor, changes: _Changes) -> TensorEntry:
+def gguf_entry(tensor: GgufTensor, changes: _Changes | None = None) -> TensorEntry:
+    changes = _Changes(tensor.shape) if changes is None else changes
     place = changes.shape, tensor.start, tensor.end
     alike = changes == _Changes(changes.shape)
     if alike and not TYPES[tensor.kind].is_quantized:

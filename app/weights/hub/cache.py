@@ -285,7 +285,7 @@ def _weights(name: HubName, listing: Collection[str], folder: str) -> list[str]:
 
 
 def _only_program(name: HubName, listing: Collection[str]) -> str:
-    programs = [file for file in listing if fnmatch(file, "*.pt2") and "/" not in file]
+    programs = [file for file in listing if file.endswith((".pt2", ".onnx")) and "/" not in file]
     if len(programs) == 1:
         return programs[0]
     if "adapter_config.json" in listing:

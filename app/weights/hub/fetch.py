@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 ReportFetch = Callable[[LoadProgress], None]
 
-_WEIGHTS = (".safetensors", ".pt2", ".gguf")
+_WEIGHTS = (".safetensors", ".pt2", ".onnx", ".gguf")
 _DISK_RESERVE = 64 * 2**20  # bytes that stay free: the cache's file system is often that of the log and of packs
 _ABANDONED_SECONDS = 3600.0  # without a new byte; the library gives up after five waits of 10 s
 _HASHED_BYTES = 8 * 2**20  # bytes hashed between two reports

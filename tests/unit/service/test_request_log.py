@@ -26,6 +26,14 @@ def test_a_line_has_figures_and_no_forged_lines(caplog: pytest.LogCaptureFixture
     assert (fields["id"], fields["status"], fields["first_token_ms"]) == ("abc", 200, 25.0)
 
 
+def test_a_program_has_rows_in_place_of_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    figures = ClientRequest(rows=8)
+    figures.add(0, 0, 0.002, None)
+    with caplog.at_level(logging.INFO, REQUEST_LOGGER):
+        log_request("POST", "/v2/models/m/infer", "abc", 200, 0.01, figures)
+    assert caplog.messages == ["POST /v2/models/m/infer 200 id=abc rows=8 queue_ms=2.0 first_token_ms=- total_ms=10.0"]
+
+
 def test_requests_that_only_read_are_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, REQUEST_LOGGER):
         log_request("GET", "/healthz", "abc", 200, 0.0, ClientRequest())

@@ -212,7 +212,7 @@ def test_contexts_and_sequences_in_whole_pages(llama_1b: Needs) -> None:
 
 def test_how_a_gpu_makes_its_steps(recorded: Recorded, llama_1b: Needs) -> None:
     plan = chosen(recorded("h200"), llama_1b)
-    assert (plan.steps.compile, plan.steps.speculation, plan.steps.deterministic) == (True, False, False)
+    assert (plan.steps.compile, plan.steps.speculation, plan.steps.deterministic) == (True, True, False)
     assert "CUDA graphs" in plan.decisions["compile"].reason
     assert plan.steps.calibrate and "will be measured" in plan.decisions["calibrate"].reason
     assert (plan.weights.kernels, plan.weights.pack_folder, plan.weights.int8_copy) == ("triton", None, False)
