@@ -331,7 +331,8 @@ def _runs(numbers: Sequence[int]) -> list[range]:
 
 def _order(numbers: Sequence[int]) -> Tensor:
     """Return the places of numbers among the distinct ones in ascending order."""
-    return torch.tensor(numbers).unique(return_inverse=True)[1]
+    places = {number: place for place, number in enumerate(sorted(set(numbers)))}
+    return torch.tensor([places[number] for number in numbers])
 
 
 def _rows_in_order(numbers: Sequence[int], read: Callable[[range], Tensor]) -> Tensor:
