@@ -349,6 +349,20 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     return replace(decoder, no_pictures=reader) if isinstance(reader, str) else replace(decoder, pictures=reader)
 
 
+def _unread_pictures(config: ModelConfig, values: Mapping[str, Any], device: str) -> str | None:
+    """Return why the pictures of a family cannot be read with these values of config.json."""
+    family = DECODER_FAMILIES[config.architecture]
+    if family.sections and not any(rope is not None and rope.axes for rope in config.ropes):
+        return "its config.json has no mrope_section, which says where they are"
+    if config.altup is not None and values.get("text_config", {}).get("pad_token_id"):
+        return "its config.json has another pad_token_id than 0, whose inputs of layers the tokens of pictures have"
+    if config.blocks == "sliding":
+        return "its pictures need attention in both directions in layers with a window alone, which is not offered"
+    if device != "cpu" and (family.sections or family.joins_prompt or config.blocks != "none"):
+        return f"those of {config.architecture} are read with device=cpu only, not with {device}"
+    return None
+
+
 def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
     """Return what reads pictures for this model, or why none can be read. Nothing is loaded before the first one."""
     checkpoint, settings = prepared.checkpoint, prepared.settings
@@ -358,18 +372,10 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         return "this GGUF model has no file mmproj that is used (docs/gguf.md)"
     if not isinstance(config, ModelConfig) or (part is None and not reads_pictures(config.architecture)):
         return f"this server reads only text with this model ({config.architecture}; docs/families.md)"
-    family = DECODER_FAMILIES[config.architecture]
-    if family.sections and not any(rope is not None and rope.axes for rope in config.ropes):
-        return "its config.json has no mrope_section, which says where they are"
-    if config.altup is not None and checkpoint.config.get("text_config", {}).get("pad_token_id"):
-        return "its config.json has another pad_token_id than 0, whose inputs of layers the tokens of pictures have"
-    if config.blocks == "sliding":
-        return "its pictures need attention in both directions in layers with a window alone, which is not offered"
+    if reason := _unread_pictures(config, checkpoint.config, prepared.plan.placement.device):
+        return reason
     if settings.max_images == 0:
         return "this server reads none (max_images=0)"
-    device = prepared.plan.placement.device
-    if device != "cpu" and (family.sections or family.joins_prompt or config.blocks != "none"):
-        return f"those of {config.architecture} are read with device=cpu only, not with {device}"
     if not all(map(find_spec, ("transformers", "PIL"))):
         return f"the library that reads them is not installed here: {INSTALL}"
     # Granite multiplies all inputs of its first layer, and other families the embeddings alone.
