@@ -25,6 +25,7 @@ from planned_machines import machine, plan
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
+pytestmark = pytest.mark.full
 NAMES = ("recommender", "vision", "reader", "guarded")
 
 
