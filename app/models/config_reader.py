@@ -66,7 +66,8 @@ _IMPLEMENTATION = (
 # Beside the section of the text model: what the library reads pictures with, and copies of the text model's values.
 _PICTURES = (
     "downsample_ratio image_grid_pinpoints image_seq_length scale_factor vision_aspect_ratio visual_indicator_token_ids"
-    " vision_feature_select_strategy vocab_size"
+    " vision_feature_select_strategy vocab_size projection_dim num_image_tokens downsample_factor projector_bias"
+    " projector_hidden_size projector_use_layernorm"
 )
 # Tokens, which the tokenizer's files and generation_config.json decide; eos_token_id is read with these.
 _TOKENS = (
@@ -75,7 +76,7 @@ _TOKENS = (
     " eoi_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index mm_tokens_per_image"
     " vision_soft_tokens_per_image audio_soft_tokens_per_image suppress_tokens begin_suppress_tokens"
     " forced_bos_token_id forced_eos_token_id bad_words_ids max_length min_length video_token_id"
-    " video_token_index _pad_token_id"
+    " video_token_index _pad_token_id image_start_token_id image_end_token_id video_start_token_id video_end_token_id"
     " vision_start_token_id vision_end_token_id do_sample temperature top_k top_p typical_p repetition_penalty"
     " length_penalty no_repeat_ngram_size num_beams num_beam_groups diversity_penalty num_return_sequences"
     " early_stopping encoder_no_repeat_ngram_size prefix remove_invalid_values exponential_decay_length_penalty"

@@ -237,7 +237,7 @@ async def test_tokens_are_counted(client: httpx.AsyncClient) -> None:
         ({"frequency_penalty": 1}, 400, "invalid_request_error", "frequency_penalty is not supported"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
-            400, "invalid_request_error", "messages[0].content[0] of type 'image_url' is no data URL",
+            400, "invalid_request_error", "messages[0].content[0] of type 'image_url' is neither a data URL nor an address",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "x"}}]}]},

@@ -55,7 +55,16 @@ def test_the_keys_of_capacity_are_promised() -> None:
     told = EngineSnapshot().to_json()
     sequences = ["rows", "context_tokens", "prompts", "queue"]
     kv = ["kv_used_tokens", "kv_capacity_tokens"]
-    assert list(told) == ["num_running", "num_waiting", *kv, "stepped_at", *sequences, "tempo", "kv_usage_ratio"]
+    assert list(told) == [
+        "num_running",
+        "num_waiting",
+        *kv,
+        "stepped_at",
+        *sequences,
+        "tempo",
+        "states",
+        "kv_usage_ratio",
+    ]
     assert told["tempo"] is None
     tempo = EngineSnapshot(step_times=StepTimes(StepTimeTable(((1, 0.5),), ()), 64, draft_tokens=2.0)).to_json()[
         "tempo"

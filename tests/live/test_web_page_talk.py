@@ -428,7 +428,7 @@ def test_a_text_file_goes_with_a_message(visit: Visits, decoder: LiveServer, tmp
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.png", b"\x89PNG\r\n\x1a\n\x00\x00", "a.png is not a text file."),
+        ("a.png", b"\x89PNG\r\n\x1a\n\x00\x00", "a.png is a picture, and"),
         ("b.bin", b"text\0text", "b.bin is not a text file."),
         ("c.txt", b" \n", "c.txt is empty."),
         ("d.log", b"x" * (1024 * 1024 + 1), "d.log has 1 MiB. A file may have at most 1 MiB."),

@@ -25,6 +25,11 @@ class Stream:
         self.log.append(f"{self.name} waits for {other.name}")
 
 
+def _segment(pool: tuple[int, int], reserved: int, allocated: int) -> dict[str, Any]:
+    """Return torch's description of memory that it has reserved for a pool."""
+    return {"device": 0, "segment_pool_id": pool, "total_size": reserved, "allocated_size": allocated}
+
+
 class Cuda:
     """torch.cuda as far as the backend asks it; `log` is what was asked, in order."""
 
@@ -44,8 +49,7 @@ class Cuda:
             "graph": self._recorded,
             "CUDAGraph": Graph,
             "mem_get_info": lambda device: (1000, 5000),
-            "memory_reserved": lambda device: 300,
-            "memory_allocated": lambda device: 200,
+            "memory_snapshot": lambda: [_segment((0, 0), 300, 200), _segment((0, 7), 900, 100)],
             "empty_cache": lambda: self.log.append("given back"),
         }
         for name, value in played.items():

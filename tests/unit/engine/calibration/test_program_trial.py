@@ -69,8 +69,8 @@ def test_steps_run(folder: Path, name: str, precision: str, large: int, monkeypa
 
 def test_large_weights_are_made_up_and_constants_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    whole = Archive.read
-    monkeypatch.setattr(Archive, "read", lambda archive, name: read.append(name) or whole(archive, name))  # type: ignore[func-returns-value]
+    whole = Archive.map
+    monkeypatch.setattr(Archive, "map", lambda archive, name: read.append(name) or whole(archive, name))  # type: ignore[func-returns-value]
     checkpoint = opened(folder, "vision")
     largest = max(each.num_elements for each in checkpoint.states.values())
     monkeypatch.setattr(trials, "LARGE_BYTES", 4 * largest)
