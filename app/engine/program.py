@@ -334,7 +334,10 @@ def _check_equal(exact: RunnableProgram, converted: RunnableProgram, inputs: Ten
 
 
 def _gain(checkpoint: ProgramCheckpoint, native: RunnableProgram, converted: RunnableProgram) -> float:
-    """Return how many times as fast the converted program is, as the geometric mean over one row and several."""
+    """Return how many times as fast the converted program is, as the geometric mean over one row and several.
+
+    Raises `NotConvertible` if one of them cannot be run.
+    """
     gains = []
     for rows in sorted({_possible_rows(checkpoint, rows) for rows in (1, _TIMED_ROWS)}):
         inputs = synthetic_inputs(checkpoint.signature, rows)
@@ -342,7 +345,10 @@ def _gain(checkpoint: ProgramCheckpoint, native: RunnableProgram, converted: Run
         for _ in range(_TIMED_RUNS):
             for at, one in enumerate((native, converted)):
                 began = time.perf_counter()
-                one.run(inputs)
+                try:
+                    one.run(inputs)
+                except INPUT_ERRORS as error:
+                    raise NotConvertible(f"it cannot be run: {str(error)[:200]}") from error
                 best[at] = min(best[at], time.perf_counter() - began)
         gains.append(best[0] / best[1])
     return math.prod(gains) ** (1 / len(gains))
