@@ -7,6 +7,7 @@ as soon as the server's end is closed.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import socket
 import subprocess
@@ -58,8 +59,16 @@ def launch(module: str, name: str, descriptors: Sequence[int] = ()) -> tuple[sub
 
 
 def inherited_descriptors() -> list[int]:
-    """Return the channel's descriptor and the others, in the process that `launch` has started."""
-    return [int(each) for each in sys.argv[3:]]
+    """Return the channel's descriptor and the others, in the process that `launch` has started.
+
+    They are moved to the lowest numbers that are free: those of a server with many clients may be above 1,023, where
+    `select` takes none. Call it once.
+    """
+    given = [int(each) for each in sys.argv[3:]]
+    moved = [os.dup(each) for each in given]
+    for each in given:
+        os.close(each)
+    return moved
 
 
 def belong_to_server() -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,7 @@ def _exported(
     arguments = (*states.values(), *(example[spec.name] for spec in specs))
     names = [_state_name(at) for at in range(len(states))] + [_input_name(at) for at in range(len(specs))]
     try:
-        with warnings.catch_warnings(), torch.no_grad(), _QuietExporter():
+        with warnings.catch_warnings(), torch.no_grad(), _quiet_exporter():
             warnings.simplefilter("ignore")
             traced = torch.export.export(
                 module.eval(), arguments, dynamic_shapes={"given": (*(None for _ in states), *free)}
@@ -264,17 +265,18 @@ def _exported(
         raise NotConvertible(f"torch's exporter refuses it: {said or type(error).__name__}") from error
 
 
-class _QuietExporter:
-    """Keeps the exporter's log out of ours."""
-
-    def __enter__(self) -> None:
-        self._level = logging.getLogger("torch.onnx").level
-        for name in ("torch.onnx", "onnxscript", "onnx_ir"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        for name in ("torch.onnx", "onnxscript", "onnx_ir"):
-            logging.getLogger(name).setLevel(self._level)
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Keep the exporter's log out of ours."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _with_states(exported: Any, states: Sequence[Tensor]) -> bytes:

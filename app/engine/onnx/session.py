@@ -28,10 +28,10 @@ class RunsGraph(Protocol):
 class OnnxProgram:
     """A graph of ONNX. `model` is a file, or the bytes of a graph whose weights are `states`, by their names.
 
-    `outputs` are the names of the graph's outputs; of an empty one nothing is returned. `names` are those of its inputs,
-    where they differ. Operators of ONNX count negative
-    indices from the end of a table, and divide integers by 0 without an error, where torch refuses: so a program of torch
-    is `exact`, which computes a batch that ONNX Runtime refuses, or in which one of `indices` is negative.
+    `outputs` are the names of the graph's outputs; of an empty one nothing is returned. `names` has the graph's names of
+    inputs that differ from the program's. ONNX counts negative indices from the end of a table, where torch refuses them:
+    `exact`, the program in torch, computes a batch that ONNX Runtime refuses or that has a negative value in one of the
+    inputs `indices`.
     """
 
     def __init__(
