@@ -349,17 +349,13 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     return replace(decoder, no_pictures=reader) if isinstance(reader, str) else replace(decoder, pictures=reader)
 
 
-def _unread_pictures(config: ModelConfig, values: Mapping[str, Any], device: str) -> str | None:
+def _unread_pictures(config: ModelConfig, values: Mapping[str, Any]) -> str | None:
     """Return why the pictures of a family cannot be read with these values of config.json."""
     family = DECODER_FAMILIES[config.architecture]
     if family.sections and not any(rope is not None and rope.axes for rope in config.ropes):
         return "its config.json has no mrope_section, which says where they are"
     if config.altup is not None and values.get("text_config", {}).get("pad_token_id"):
         return "its config.json has another pad_token_id than 0, whose inputs of layers the tokens of pictures have"
-    if config.blocks == "sliding":
-        return "its pictures need attention in both directions in layers with a window alone, which is not offered"
-    if device != "cpu" and (family.sections or family.joins_prompt or config.blocks != "none"):
-        return f"those of {config.architecture} are read with device=cpu only, not with {device}"
     return None
 
 
@@ -372,7 +368,7 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         return "this GGUF model has no file mmproj that is used (docs/gguf.md)"
     if not isinstance(config, ModelConfig) or (part is None and not reads_pictures(config.architecture)):
         return f"this server reads only text with this model ({config.architecture}; docs/families.md)"
-    if reason := _unread_pictures(config, checkpoint.config, prepared.plan.placement.device):
+    if reason := _unread_pictures(config, checkpoint.config):
         return reason
     if settings.max_images == 0:
         return "this server reads none (max_images=0)"

@@ -211,8 +211,7 @@ class StepAttention:
         for span in spans:
             rows.append(AttentionSequence(first, span.num_tokens, span.start, self._kv_cache.kv_segments(span)))
             first += span.num_tokens
-        has_blocks = any(part.block for span in spans for part in span.sequence.vectors)
-        self._blocks = block_rows(spans, [row.runs for row in rows]) if has_blocks else []
+        self._blocks = block_rows(spans, self._kv_cache.kv_segments)
         if self._kv_cache.states:
             pairs = zip(rows, spans, strict=True)
             self._states.fill([run for row, span in pairs for run in _state_runs(row.first, span)])

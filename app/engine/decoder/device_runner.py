@@ -45,7 +45,7 @@ from app.engine.decoder.device_inputs import (
     token_rows,
 )
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.decoder.picture_rows import vectors_of
+from app.engine.decoder.picture_rows import StepPictures, pictures_of
 from app.engine.sampling.device_rules import DeviceRules, LogprobReport, Rule, needs_host, rule_of
 from app.engine.sampling.rows import SamplingTensors, sample_greedy, sample_random
 from app.engine.sampling.sampler import Sampler, SpanScores, TokenMasks, score_prompts
@@ -55,7 +55,8 @@ from app.hardware.plan.memory_budget import GRAPHS_BYTES
 from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import QkvHeads
-from armature_kernels.attention.context import AttentionSpec, StepContext, TokenVectors
+from armature_kernels.attention.context import AttentionSpec, StepContext
+from armature_kernels.attention.flash import BlockRow, attend_in_blocks
 from armature_kernels.attention.paged import PagedStep
 from armature_kernels.elementwise.rope import apply_rope_and_write_kv
 from armature_kernels.linear.device_lora import DeviceLoraRows
@@ -92,12 +93,16 @@ class PagedAttention:
     backend: DeviceBackend
     step: PagedStep
     kv_rows: Tensor
+    blocks: abc.Sequence[BlockRow] = ()
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
         kv = self.kv_cache.layers[layer].heads_of(heads)
         query = apply_rope_and_write_kv(heads, kv, self.kv_rows)
-        return self.backend.attention(query, kv, self.step, spec).flatten(1)
+        mixed = self.backend.attention(query, kv, self.step, spec)
+        if spec.sees_blocks and self.blocks:
+            attend_in_blocks(query, kv, self.blocks, spec, mixed)
+        return mixed.flatten(1)
 
 
 class DeviceForward:
@@ -114,15 +119,15 @@ class DeviceForward:
         self.adapters: DeviceLoraRows | None = None  # set if the server has LoRA adapters
 
     def logits(
-        self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, vectors: TokenVectors | None = None
+        self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, pictures: StepPictures
     ) -> Tensor:
         which = None if sizes.samples == sizes.tokens else views.logit_rows
-        logits = self.model(self._context(views, bounds, which, vectors))
+        logits = self.model(self._context(views, bounds, which, pictures))
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
-    def hidden(self, views: StepViews[Tensor], bounds: StepBounds, vectors: TokenVectors | None = None) -> Tensor:
-        return self.model.hidden(self._context(views, bounds, None, vectors))
+    def hidden(self, views: StepViews[Tensor], bounds: StepBounds, pictures: StepPictures) -> Tensor:
+        return self.model.hidden(self._context(views, bounds, None, pictures))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         logits = self.model.logits(hidden)
@@ -130,7 +135,7 @@ class DeviceForward:
         return logits
 
     def _context(
-        self, views: StepViews[Tensor], bounds: StepBounds, logit_rows: Tensor | None, vectors: TokenVectors | None
+        self, views: StepViews[Tensor], bounds: StepBounds, logit_rows: Tensor | None, pictures: StepPictures
     ) -> StepContext:
         step = PagedStep(
             self.kv_cache.tables,
@@ -145,7 +150,8 @@ class DeviceForward:
         if self.adapters is not None:
             self.adapters.set(views.adapters, logit_rows)
         token_ids = self.token_ids(views)
-        attend = PagedAttention(self.kv_cache, self.backend, step, views.kv_rows)
+        attend = PagedAttention(self.kv_cache, self.backend, step, views.kv_rows, pictures.blocks)
+        vectors = None if pictures.vectors is None else pictures.vectors.to(token_ids.device)
         return StepContext(token_ids, views.positions, logit_rows, attend, vectors=vectors)
 
     def token_ids(self, views: StepViews[Tensor], rows: Tensor | None = None) -> Tensor:
@@ -265,7 +271,7 @@ class _StepTask:
     inputs: DecodeInputs | None
     pieces: list[Piece]
     kv_rows: list[int]
-    vectors: TokenVectors | None = None  # on the host
+    pictures: StepPictures = StepPictures()
 
     @property
     def gap(self) -> int:
@@ -432,13 +438,13 @@ class DeviceDecoderRunner:
 
     def _task(self, batch: Batch) -> _StepTask:
         rows, pieces = logit_rows_of(batch.spans), pieces_of(batch.spans)
-        bounds, shape, vectors = StepBounds.of(pieces), None, vectors_of(batch.spans)
-        if self.graphs.enabled and not batch.scored and vectors is None:
+        bounds, shape, kv_rows = StepBounds.of(pieces), None, self.kv_cache.written_rows(batch.spans)
+        pictures = pictures_of(batch.spans, self.kv_cache.kv_segments)
+        if self.graphs.enabled and not batch.scored and pictures == StepPictures():
             prompts = [len(piece.token_ids) for piece in pieces[bounds.num_decodes :]]
             shape = self._possible(self.shapes.find(bounds.num_decodes, bounds.max_context, prompts, bounds.fresh))
         sizes = StepSizes.of(pieces, len(rows)) if shape is None else shape.sizes
-        kv_rows = self.kv_cache.written_rows(batch.spans)
-        return _StepTask(batch, rows, sampling_mode(rows), shape, sizes, None, pieces, kv_rows, vectors)
+        return _StepTask(batch, rows, sampling_mode(rows), shape, sizes, None, pieces, kv_rows, pictures)
 
     def _task_ahead(self, batch: Batch, before: DeviceInFlightStep) -> _StepTask:
         """Return the task of a step that is launched ahead: its tokens are those that the step before it samples."""
@@ -512,16 +518,13 @@ class DeviceDecoderRunner:
             self.graphs.replay(task.shape)
             assert self._logits is not None, "a captured step writes its logits"
             return self._logits[: len(task.rows)], []
-        views, scores, vectors = self._views(task.sizes), list[SpanScores](), task.vectors
-        if vectors is not None:
-            device = self._block.device
-            vectors = replace(vectors, rows=vectors.rows.to(device), values=vectors.values.to(device))
+        views, scores = self._views(task.sizes), list[SpanScores]()
         if task.batch.scored:
-            hidden = self._forward.hidden(views, task.bounds, vectors)
+            hidden = self._forward.hidden(views, task.bounds, task.pictures)
             scores = score_prompts(task.batch, hidden, self._forward.logits_of)
             logits = self._forward.logits_of(hidden.index_select(0, views.logit_rows))
         else:
-            logits = self._forward.logits(views, task.sizes, task.bounds, vectors)
+            logits = self._forward.logits(views, task.sizes, task.bounds, task.pictures)
         return logits[: len(task.rows)], scores
 
     def _views(self, sizes: StepSizes) -> StepViews[Tensor]:
@@ -530,7 +533,7 @@ class DeviceDecoderRunner:
     def _compute_shape(self, shape: GraphShape) -> None:
         """Compute a step of a captured shape. The work depends only on the input block."""
         sizes = shape.sizes
-        logits = self._forward.logits(self._views(sizes), sizes, StepBounds.of_shape(shape))
+        logits = self._forward.logits(self._views(sizes), sizes, StepBounds.of_shape(shape), StepPictures())
         if self._logits is None:
             vocab_size = logits.shape[1]
             rows = min(self.shapes.largest.samples, max(len(logits), GRAPHS_BYTES // (8 * vocab_size)))

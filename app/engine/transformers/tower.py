@@ -58,7 +58,7 @@ class _TextInputs:
 class PictureTower:
     """One thread may call it. `scale` is multiplied with the vectors, as the decoder does with its embeddings.
 
-    `cuts_by_number`, `joins_prompt`: as in `app.service.pictures.Tower`.
+    `cuts_by_number`, `joined_tokens`: as in `app.service.pictures.Tower`.
     """
 
     def __init__(self, directory: Path, config: ModelConfig, scale: float = 1.0, dtype: str = "float32") -> None:
@@ -68,7 +68,7 @@ class PictureTower:
         self._scale, self._joins, self._dtype = scale, config.blocks != "none", getattr(torch, dtype)
         self._window = min((window for window in config.windows if window is not None), default=config.max_model_len)
         self.cuts_by_number = name in _CUT_BY_NUMBER
-        self.joins_prompt = DECODER_FAMILIES[config.architecture].joins_prompt
+        self.joined_tokens = self._window if DECODER_FAMILIES[config.architecture].joins_prompt else 0
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
@@ -83,7 +83,7 @@ class PictureTower:
         self._text_model = self._model.get_decoder()
         self._model.set_input_embeddings(_NoEmbedding(self._hidden_size))
         self.token, self.token_id = str(self._processor.image_token), int(self._processor.image_token_id)
-        known = () if self.joins_prompt else self._processor.tokenizer.added_tokens_decoder
+        known = () if self.joined_tokens else self._processor.tokenizer.added_tokens_decoder
         self._known_tokens = {self.token_id, *known}
         _LOG.info("pictures are read by %s", type(self._model).__name__)
 
@@ -117,7 +117,7 @@ class PictureTower:
         first, end = places[0], places[-1] + 1
         runs = self._runs(found, first, end)
         decode = self._processor.tokenizer.decode
-        around = ("", "") if self.joins_prompt else (decode(ids[:first]), decode(ids[end:]))
+        around = ("", "") if self.joined_tokens else (decode(ids[:first]), decode(ids[end:]))
         made = PictureVectors(ids[first:end], runs, around)
         longest = max(run.num_rows for run in made.runs)
         if self._joins and longest > self._window:
