@@ -13,11 +13,14 @@ import numpy
 import pytest
 from PIL import Image
 
+from app.backends import selection
+from app.engine.decoder.device_runner import DeviceDecoderRunner
 from app.engine.scheduler.batch import Batch
 from app.engine.transformers.tower import PictureTower
 from app.errors import InvalidRequest
 from app.messages import FIRST_VECTOR_ID, RequestFailed, SamplingParams, TokensReady
 from app.models.decoders.config import ModelConfig
+from app.server import prepare as prepare_module
 from app.server.prepare import prepare
 from app.server.startup import make_served_model, read_chat_template
 from app.service.prompt import Prompt, read_prompt, render_chat
@@ -27,6 +30,7 @@ from app.settings import Settings
 from app.text.tokenizer_check import try_and_load
 from picture_checkpoints import FORMS, Reference, write_reader
 from quantized_files import write_as_gptq
+from simulated_device import SimulatedDeviceBackend, with_gpu
 
 NUM_TOKENS = 8
 AXES, BLOCKS = "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"
@@ -146,6 +150,23 @@ def test_text_is_that_of_the_library_alone_and_in_a_crowd(name: str, served: Cal
 def test_prompts_in_small_parts_have_the_same_text(name: str, served: Callable[..., Served]) -> None:
     one = served(name, max_batch_tokens=5, max_running_seqs=4)
     assert one.texts(list(TALKS.values())) == [one.expected(talk) for talk in TALKS.values()]
+
+
+@pytest.mark.parametrize(
+    "name", [AXES, BLOCKS, pytest.param("PaliGemmaForConditionalGeneration/gemma2", marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("most", [24, 512])
+def test_a_device_has_the_same_text(
+    name: str, most: int, served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "probe", with_gpu)
+    monkeypatch.setattr(selection, "DEVICE_BACKENDS", {"cuda": SimulatedDeviceBackend})
+    one = served(name, device="cuda", kv_cache_bytes=2**23, max_batch_tokens=most)
+    assert isinstance(one.engine.runner, DeviceDecoderRunner)
+    talks = [talk for kind, talk in TALKS.items() if kind != "text" or "PaliGemma" not in name]
+    expected = [one.expected(talk) for talk in talks]
+    assert one.texts(talks) == expected
+    assert one.texts(talks) == expected, "with what the first ones left in the prefix cache"
 
 
 @pytest.mark.parametrize("name", [FAST[0], AXES, BLOCKS])
