@@ -234,10 +234,10 @@ def _gemma3() -> Any:
     import transformers
 
     config = {
-        "text_config": {**SERVED["Gemma3ForConditionalGeneration"]["text_config"], **_UNTIED},
+        "text_config": {**SERVED["Gemma3ForConditionalGeneration"]["text_config"], **_UNTIED, "sliding_window": 18},
         **_UNTIED,
         "vision_config": {**_SIGLIP, "patch_size": 7},
-        "mm_tokens_per_image": 4,
+        "mm_tokens_per_image": 16,
         "image_token_index": IDS["<image_soft_token>"],
         "boi_token_index": IDS["<start_of_image>"],
         "eoi_token_index": IDS["<end_of_image>"],
@@ -248,7 +248,7 @@ def _gemma3() -> Any:
             tokenizer, boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
         )
         pictures = transformers.Gemma3ImageProcessorPil(size=_SIZE)
-        return transformers.Gemma3Processor(pictures, tokenizer, image_seq_length=4)
+        return transformers.Gemma3Processor(pictures, tokenizer, image_seq_length=16)
 
     return config, processor, "<start_of_image>"
 
