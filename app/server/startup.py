@@ -21,7 +21,7 @@ from app.engine.worker import Callbacks, Worker
 from app.errors import CheckpointInvalid, InvalidRequest, RequestError, SettingsInvalid, StepFailed
 from app.hardware.facts import Facts, to_json_value
 from app.hardware.plan.plan import ServingPlan
-from app.hardware.plan.precision import bf16_products
+from app.hardware.plan.precision import QUANTIZED_PRECISIONS, bf16_products
 from app.hardware.probe.cgroup import find_cpu_stat
 from app.hardware.probe.host_files import HostFiles
 from app.messages import Event, SamplingParams
@@ -386,7 +386,8 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
             from app.engine.transformers.mmproj import GgufTower
 
             return GgufTower(part, checkpoint.location, config)
-        return PictureTower(checkpoint.directory, config, scale, "bfloat16" if has_bf16 else "float32")
+        is_quantized = prepared.plan.weights.precision in QUANTIZED_PRECISIONS
+        return PictureTower(checkpoint.directory, config, scale, "bfloat16" if has_bf16 else "float32", is_quantized)
 
     return ChatPictureReader(load, settings.max_images, settings.allow_image_urls)
 

@@ -118,9 +118,7 @@ class DeviceForward:
         self.buffer = buffer
         self.adapters: DeviceLoraRows | None = None  # set if the server has LoRA adapters
 
-    def logits(
-        self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, pictures: StepPictures
-    ) -> Tensor:
+    def logits(self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, pictures: StepPictures) -> Tensor:
         which = None if sizes.samples == sizes.tokens else views.logit_rows
         logits = self.model(self._context(views, bounds, which, pictures))
         assert isinstance(logits, Tensor), "full logits were requested"

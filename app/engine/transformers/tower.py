@@ -22,6 +22,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from app.engine.picture_files import read_picture
 from app.engine.transformers.build import import_library
 from app.engine.transformers.picture_processors import PROCESSORS
+from app.engine.transformers.tower_kernels import use_kernels
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.messages import PromptVectors
 from app.models.decoders.config import ModelConfig
@@ -61,8 +62,18 @@ class PictureTower:
     `cuts_by_number`, `joined_tokens`: as in `app.service.pictures.Tower`.
     """
 
-    def __init__(self, directory: Path, config: ModelConfig, scale: float = 1.0, dtype: str = "float32") -> None:
-        """Load the tower. Raises `UnsupportedParameter` if the library cannot."""
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        scale: float = 1.0,
+        dtype: str = "float32",
+        is_quantized: bool = False,
+    ) -> None:
+        """Load the tower. Raises `UnsupportedParameter` if the library cannot.
+
+        `is_quantized`: the weights of its large products may have eight bits, as those of the language model.
+        """
         import_library()
         name = config.architecture.partition("/")[0]
         self._scale, self._joins, self._dtype = scale, config.blocks != "none", getattr(torch, dtype)
@@ -81,6 +92,8 @@ class PictureTower:
             ) from error
         self._model: Any = model.model
         self._text_model = self._model.get_decoder()
+        if self._dtype == torch.bfloat16:
+            use_kernels(self._model, is_quantized)
         self._model.set_input_embeddings(_NoEmbedding(self._hidden_size))
         self.token, self.token_id = str(self._processor.image_token), int(self._processor.image_token_id)
         known = () if self.joined_tokens else self._processor.tokenizer.added_tokens_decoder
