@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from app.backends import selection
+from app.hardware.probe.probe import probe
 from app.server import prepare
 from app.settings import DEMO_DIRECTORY
 from picture_checkpoints import write_reader

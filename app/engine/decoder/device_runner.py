@@ -45,7 +45,7 @@ from app.engine.decoder.device_inputs import (
     token_rows,
 )
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.decoder.picture_rows import StepPictures, pictures_of
+from app.engine.decoder.picture_rows import NO_PICTURES, StepPictures, pictures_of
 from app.engine.sampling.device_rules import DeviceRules, LogprobReport, Rule, needs_host, rule_of
 from app.engine.sampling.rows import SamplingTensors, sample_greedy, sample_random
 from app.engine.sampling.sampler import Sampler, SpanScores, TokenMasks, score_prompts
@@ -269,7 +269,7 @@ class _StepTask:
     inputs: DecodeInputs | None
     pieces: list[Piece]
     kv_rows: list[int]
-    pictures: StepPictures = StepPictures()
+    pictures: StepPictures = NO_PICTURES
 
     @property
     def gap(self) -> int:
@@ -438,7 +438,7 @@ class DeviceDecoderRunner:
         rows, pieces = logit_rows_of(batch.spans), pieces_of(batch.spans)
         bounds, shape, kv_rows = StepBounds.of(pieces), None, self.kv_cache.written_rows(batch.spans)
         pictures = pictures_of(batch.spans, self.kv_cache.kv_segments)
-        if self.graphs.enabled and not batch.scored and pictures == StepPictures():
+        if self.graphs.enabled and not batch.scored and pictures is NO_PICTURES:
             prompts = [len(piece.token_ids) for piece in pieces[bounds.num_decodes :]]
             shape = self._possible(self.shapes.find(bounds.num_decodes, bounds.max_context, prompts, bounds.fresh))
         sizes = StepSizes.of(pieces, len(rows)) if shape is None else shape.sizes
@@ -531,7 +531,7 @@ class DeviceDecoderRunner:
     def _compute_shape(self, shape: GraphShape) -> None:
         """Compute a step of a captured shape. The work depends only on the input block."""
         sizes = shape.sizes
-        logits = self._forward.logits(self._views(sizes), sizes, StepBounds.of_shape(shape), StepPictures())
+        logits = self._forward.logits(self._views(sizes), sizes, StepBounds.of_shape(shape), NO_PICTURES)
         if self._logits is None:
             vocab_size = logits.shape[1]
             rows = min(self.shapes.largest.samples, max(len(logits), GRAPHS_BYTES // (8 * vocab_size)))

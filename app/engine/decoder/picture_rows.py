@@ -25,13 +25,15 @@ class StepPictures:
     blocks: tuple[BlockRow, ...] = ()
 
 
+NO_PICTURES = StepPictures()
+
+
 def pictures_of(
     spans: Sequence[ScheduledSpan], segments_of: Callable[[ScheduledSpan], tuple[KvSegment, ...]]
 ) -> StepPictures:
     """Return the pictures of a step. `segments_of` gives the context of a span, which has its rows in the KV cache."""
-    if not any(span.sequence.vectors for span in spans):
-        return StepPictures()
-    return StepPictures(vectors_of(spans), tuple(block_rows(spans, segments_of)))
+    found = StepPictures(vectors_of(spans), tuple(block_rows(spans, segments_of)))
+    return NO_PICTURES if found.vectors is None and not found.blocks else found
 
 
 def vectors_of(spans: Sequence[ScheduledSpan]) -> TokenVectors | None:

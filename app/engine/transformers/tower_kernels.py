@@ -48,17 +48,11 @@ class _GeluTanh(nn.Module):
 
 
 def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **named: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
 ) -> tuple[Tensor, None]:
     """Attend as the library's function "sdpa", by the kernel if all tokens see each other. Heads are [batch, heads, tokens, size]."""
     batch, heads, tokens, size = query.shape
+    is_causal = named.get("is_causal")
     sees_all = attention_mask is None and not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if sees_all and query.shape == key.shape == value.shape:
         rows = [each.transpose(1, 2).reshape(batch * tokens, heads * size) for each in (query, key, value)]
@@ -66,13 +60,10 @@ def _attend(
         if supports_texts(product):
             texts = TextStarts(0, batch)
             texts.fill(range(0, batch * tokens + 1, tokens))
-            scale = size**-0.5 if scaling is None else scaling
+            scale = named.get("scaling") or size**-0.5
             found = attend_texts(product, texts, AttentionSpec(scale, bidirectional=True))
             return found.view(batch, tokens, heads, size), None
-    found, _ = sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **named
-    )
-    return found, None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
 
 
 def _pack_products(model: nn.Module, is_quantized: bool) -> None:

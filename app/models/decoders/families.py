@@ -95,7 +95,8 @@ _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
     },
-    **dict.fromkeys(("gemma", "gemma2"), {"max_position_embeddings": 8192}),
+    "gemma": {"max_position_embeddings": 8192},
+    "gemma2": {"max_position_embeddings": 8192},
 }
 
 
