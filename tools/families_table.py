@@ -43,9 +43,9 @@ row of the cache has room for the larger of both: 512 elements of keys in E2B, o
 ## Served
 
 A class with a slash is served with the text model of the type after it. **Pictures in chats** are read by the classes
-`…ForConditionalGeneration` that are not *text only*, on processors, with the extra `transformers`, whose part is loaded for
-the first one ([what they may be](contract.md#2-http)). Granite vision is a LLaVA-NeXT. Where the tokens of a picture see
-each other (Gemma 3, PaliGemma 1), one step computes all of it. Gemma 4 31B and 26B-A4B refuse pictures, and read text.
+`…ForConditionalGeneration` that are not *text only*, with the extra `transformers`, whose part is loaded for the first one
+([what they may be](contract.md#2-http)). Granite vision is a LLaVA-NeXT. Where the tokens of a picture see each other
+(Gemma 3, Gemma 4 31B and 26B-A4B, PaliGemma), one step computes all of it.
 
 | `architectures` | models | `architectures` | models | `architectures` | models | `architectures` | models |
 |---|---|---|---|---|---|---|---|

@@ -235,3 +235,10 @@ def test_what_cannot_be_combined_is_refused(served: Callable[..., Served]) -> No
         one.prompt([("user", [SMALL, "What is <image>?"])])
     with pytest.raises(InvalidRequest, match="maximum context length"):
         one.prompt([("user", [SMALL, WIDE, TALL] * 3)])
+
+
+def test_a_prompt_whose_tokens_see_each_other_is_within_the_window(served: Callable[..., Served]) -> None:
+    one = served("PaliGemmaForConditionalGeneration/gemma2")
+    assert len(one.prompt([("user", [SMALL, "What?"])]).token_ids) < 64
+    with pytest.raises(InvalidRequest, match="tokens that see each other, and a layer's window 64"):
+        one.prompt([("user", [SMALL, "What is it? " * 6])])

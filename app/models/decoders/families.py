@@ -66,7 +66,7 @@ _TEXTS_OF_READERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "LlavaOnevisionForConditionalGeneration": ("llava_onevision", "LLaVA-OneVision", ("qwen2",)),
     "InternVLForConditionalGeneration": ("internvl", "InternVL 2.5 and later", ("qwen2", "qwen3", "llama")),
     "Ovis2ForConditionalGeneration": ("ovis2", "Ovis 2", ("qwen2",)),
-    "PaliGemmaForConditionalGeneration": ("paligemma", "PaliGemma", ("gemma", "gemma2")),
+    "PaliGemmaForConditionalGeneration": ("paligemma", "PaliGemma 1 and 2", ("gemma", "gemma2")),
 }
 DEFAULT_TEXTS: Mapping[str, str] = {name: texts[0] for name, (_, _, texts) in _TEXTS_OF_READERS.items()}
 _TEXT_NAMES = {
