@@ -30,7 +30,7 @@ from app.models.decoders.families import DECODER_FAMILIES
 from app.weights.files import read_optional
 
 _LOG = logging.getLogger(__name__)
-_NOT_A_VECTOR = 12345.0  # in place of the embeddings of tokens of the text
+_NOT_A_VECTOR = 12288.0  # in place of the embeddings of tokens of the text; BF16 has it
 _CUT_BY_NUMBER = ("LlavaOnevisionForConditionalGeneration",)
 _NOT_LOADED = frozenset({"video_processor", "feature_extractor"})  # parts of processors, of videos and sounds
 _NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
@@ -94,7 +94,7 @@ class PictureTower:
         self._text_model = self._model.get_decoder()
         if self._dtype == torch.bfloat16:
             use_kernels(self._model, is_quantized)
-        self._model.set_input_embeddings(_NoEmbedding(self._hidden_size))
+        self._model.set_input_embeddings(_NoEmbedding(self._hidden_size, self._dtype))
         self.token, self.token_id = str(self._processor.image_token), int(self._processor.image_token_id)
         known = () if self.joined_tokens else self._processor.tokenizer.added_tokens_decoder
         self._known_tokens = {self.token_id, *known}
@@ -184,12 +184,12 @@ class PictureTower:
 class _NoEmbedding(nn.Module):
     """Stands for the embedding of the text, which the native decoder has."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, size), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(1, size, dtype=dtype), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return torch.full((*ids.shape, self.weight.shape[1]), _NOT_A_VECTOR)
+        return torch.full((*ids.shape, self.weight.shape[1]), _NOT_A_VECTOR, dtype=self.weight.dtype)
 
 
 def _processor_class(directory: Path) -> Any:
