@@ -377,7 +377,9 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
     # Granite multiplies all inputs of its first layer, and other families the embeddings alone.
     scales = "embedding_multiplier" in checkpoint.config.get("text_config", {})
     scale = config.embedding_scale if scales else 1.0
-    has_bf16 = prepared.plan.weights.precision != "fp32" and bf16_products(prepared.facts) is not None
+    precision = prepared.plan.weights.precision
+    dtype = "float32" if precision == "fp32" or bf16_products(prepared.facts) is None else "bfloat16"
+    is_quantized = precision in QUANTIZED_PRECISIONS
 
     def load() -> Tower:
         from app.engine.transformers.tower import PictureTower
@@ -385,9 +387,8 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         if part is not None:
             from app.engine.transformers.mmproj import GgufTower
 
-            return GgufTower(part, checkpoint.location, config)
-        is_quantized = prepared.plan.weights.precision in QUANTIZED_PRECISIONS
-        return PictureTower(checkpoint.directory, config, scale, "bfloat16" if has_bf16 else "float32", is_quantized)
+            return GgufTower(part, checkpoint.location, config, dtype, is_quantized)
+        return PictureTower(checkpoint.directory, config, scale, dtype, is_quantized)
 
     return ChatPictureReader(load, settings.max_images, settings.allow_image_urls)
 
