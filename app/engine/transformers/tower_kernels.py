@@ -63,7 +63,7 @@ def _attend(
             scale = named.get("scaling") or size**-0.5
             found = attend_texts(product, texts, AttentionSpec(scale, bidirectional=True))
             return found.view(batch, tokens, heads, size), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **named)[0], None
 
 
 def _pack_products(model: nn.Module, is_quantized: bool) -> None:
@@ -78,7 +78,8 @@ def _pack_products(model: nn.Module, is_quantized: bool) -> None:
     _, largest = max(layers, key=lambda named: named[1].weight.numel())
     weight = largest.weight.detach()
     names = ("panels", "int8/128") if is_quantized else ("panels",)
-    forms = {name: _FORMS[name] for name in names if _FORMS[name].supports(*weight.shape, weight.dtype)}
+    forms = {name: _FORMS[name] for name in names}
+    forms = {name: one for name, one in forms.items() if one.supports(weight.shape[0], weight.shape[1], weight.dtype)}
     rows = torch.ones(_TRIED_ROWS, largest.in_features, dtype=weight.dtype)
     with torch.inference_mode():
         seconds = {name: _seconds(form.pack(weight, None).multiply, rows) for name, form in forms.items()}
