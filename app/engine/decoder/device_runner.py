@@ -118,13 +118,15 @@ class DeviceForward:
         self.buffer = buffer
         self.adapters: DeviceLoraRows | None = None  # set if the server has LoRA adapters
 
-    def logits(self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, pictures: StepPictures) -> Tensor:
+    def logits(
+        self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, pictures: StepPictures = NO_PICTURES
+    ) -> Tensor:
         which = None if sizes.samples == sizes.tokens else views.logit_rows
         logits = self.model(self._context(views, bounds, which, pictures))
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
-    def hidden(self, views: StepViews[Tensor], bounds: StepBounds, pictures: StepPictures) -> Tensor:
+    def hidden(self, views: StepViews[Tensor], bounds: StepBounds, pictures: StepPictures = NO_PICTURES) -> Tensor:
         return self.model.hidden(self._context(views, bounds, None, pictures))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
@@ -531,7 +533,7 @@ class DeviceDecoderRunner:
     def _compute_shape(self, shape: GraphShape) -> None:
         """Compute a step of a captured shape. The work depends only on the input block."""
         sizes = shape.sizes
-        logits = self._forward.logits(self._views(sizes), sizes, StepBounds.of_shape(shape), NO_PICTURES)
+        logits = self._forward.logits(self._views(sizes), sizes, StepBounds.of_shape(shape))
         if self._logits is None:
             vocab_size = logits.shape[1]
             rows = min(self.shapes.largest.samples, max(len(logits), GRAPHS_BYTES // (8 * vocab_size)))
