@@ -316,12 +316,12 @@ def test_a_device_with_little_memory_says_the_same_in_smaller_parts(
     served = DeviceServed(llama.model)
     logits, wanting = served.runner._forward.logits, 0
 
-    def scarce(views: Any, sizes: Any, bounds: Any, vectors: Any = None) -> Any:
+    def scarce(views: Any, sizes: Any, bounds: Any, *pictures: Any) -> Any:
         nonlocal wanting
         if sizes.tokens > 12:
             wanting += 1
             raise torch.OutOfMemoryError("planted")
-        return logits(views, sizes, bounds, vectors)
+        return logits(views, sizes, bounds, *pictures)
 
     monkeypatch.setattr(served.runner._forward, "logits", scarce)
     assert served.add(*REQUESTS).finish().said == llama.runs_alone
