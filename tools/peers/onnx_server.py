@@ -38,7 +38,7 @@ def make_app(session: Any, name: str) -> FastAPI:
     async def infer(request: Request) -> Response:
         body = await request.body()
         at, feed = int(request.headers[HEADER]), {}
-        types = {datatype: dtype for datatype, dtype in TYPES.values()}
+        types = dict(TYPES.values())
         for one in json.loads(body[:at])["inputs"]:
             end = at + one["parameters"]["binary_data_size"]
             feed[one["name"]] = numpy.frombuffer(body[at:end], types[one["datatype"]]).reshape(one["shape"])

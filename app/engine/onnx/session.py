@@ -16,6 +16,7 @@ from torch import Tensor
 from app.errors import CheckpointInvalid
 
 _STATUS = re.compile(r".*Status Message: ", re.DOTALL)  # before what ONNX Runtime says of a node
+_SPIN_MICROSECONDS = 200  # for which threads wait for more work by spinning, also after a run
 _FEW = 64  # numbers of an input
 _PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
 
@@ -81,8 +82,9 @@ class OnnxProgram:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3  # errors; they are raised too
-        # Threads wait for the next part of a run by spinning, and stop when it has ended: an idle engine uses no CPU.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
+        # Threads that have stopped spinning are woken too late for a run of less than a millisecond, and spinning on for
+        # milliseconds, which is the default, takes a processor from the requests' thread.
+        options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_MICROSECONDS))
         if self._states:
             values = [onnxruntime.OrtValue.ortvalue_from_numpy(tensor.numpy()) for tensor in self._states.values()]
             options.add_external_initializers(list(self._states), values)
