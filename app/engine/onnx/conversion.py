@@ -320,10 +320,9 @@ def _join_lookups(model: Any) -> None:
         return op.Gather(table, op.Slice(ids, *ends), axis=0)
 
     def is_column(_: Any, table: Any, ids: Any, column: Any, axes: Any) -> bool:
-        constants = [None if value.const_value is None else value.const_value.numpy() for value in (column, axes)]
-        if any(each is None for each in constants) or ids.shape is None or table.shape is None:
+        if any(value.const_value is None for value in (column, axes)) or ids.shape is None or table.shape is None:
             return False
-        at, axis = constants
-        return at.ndim == 0 and at >= 0 and axis.tolist() == [1] and len(ids.shape) == len(table.shape) == 2
+        at, axis = column.const_value.numpy(), axes.const_value.numpy()
+        return bool(at.ndim == 0 and at >= 0 and axis.tolist() == [1] and len(ids.shape) == len(table.shape) == 2)
 
     pattern.RewriteRuleSet([pattern.RewriteRule(found, joined, is_column)]).apply_to_model(model)
