@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from starlette.datastructures import State
@@ -14,11 +14,11 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.access import AccessControl
-from app.api.middleware import RequestGate, RequestObserver
+from app.api.middleware import AskedHeader, RequestGate, RequestObserver
 from app.api.openapi import describe
 from app.api.routers import PUBLIC, ROUTES, check_arriving_body, count_response, error_format, span_starter
 from app.api.routing import ApiCall, ApiRuntime, Dialect, Route, RouteTable
-from app.api.server.load_report import LoadReportHeader
+from app.api.server.load_report import ASKED, REPORTED, orca_report
 from app.api.server.pages import documentation_response, web_file_response, web_paths
 
 
@@ -63,7 +63,7 @@ def _routes(app: Application, runtime: ApiRuntime) -> ASGIApp:
     files = web_paths() if runtime.page else {}
     routes = RouteTable([*ROUTES, *_documentation_routes(app), *_file_routes(files)])
     # The main process knows the whole load, and adds the header to what it answers for others.
-    return LoadReportHeader(routes) if runtime.main is None else routes
+    return AskedHeader(routes, ASKED, REPORTED, partial(orca_report, runtime)) if runtime.main is None else routes
 
 
 def _serving(app: Application, runtime: ApiRuntime) -> ASGIApp:
