@@ -147,7 +147,7 @@ def test_a_fork_goes_on_from_its_copy_and_the_source_may_be_released(bench: Benc
     bench.run(part(prompt, 0, len(prompt), 0))
     parent = prompt + tail[:8]
     if bench.model.config.state_sizes:  # the parent is itself a fork, and its child too
-        bench.run(states=((0, 1),))
+        bench.run(states=((0, 1, len(prompt)),))
     bench.run(part(parent, len(prompt), len(parent), 1, (0, len(prompt))))
     child = parent + tail[8:10]
     fork = KvCopy(1, 2, len(prompt), len(parent))
@@ -155,7 +155,7 @@ def test_a_fork_goes_on_from_its_copy_and_the_source_may_be_released(bench: Benc
         part(child, len(parent), len(child), 2, (0, len(prompt))),
         copies=(fork,),
         released=((1, 0, MAX_LEN),),
-        states=((1, 2),) if bench.model.config.state_sizes else (),
+        states=((1, 2, len(parent)),) if bench.model.config.state_sizes else (),
     )
     close(logits[0], bench.plain(child)[-1])
 

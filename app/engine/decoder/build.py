@@ -24,7 +24,7 @@ from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import MAX_DRAFT_TOKENS, MAX_SPECULATIVE_ROWS, Speculation, ngram_drafter
 from app.errors import PlanImpossible, StepFailed
-from app.hardware.plan.memory_budget import DRAFT_SEQS, draft_kv_tokens, draft_precision
+from app.hardware.plan.memory_budget import DRAFT_SEQS, STATE_ROWS, draft_kv_tokens, draft_precision
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Generate, SamplingParams
@@ -100,7 +100,12 @@ def build_device_decoder_engine(
     request.report("warming up")
     with explaining_values_not_finite(request.checkpoint):
         warm_up_device_decoder(runner, limits.max_batch_tokens)
-    pool = KvSlots(kv_cache.shape.num_slots, kv_cache.capacity_tokens, kv_cache.tokens_per_page)
+    pool = KvSlots(
+        kv_cache.shape.num_slots,
+        kv_cache.capacity_tokens,
+        kv_cache.tokens_per_page,
+        checkpoints=state_checkpoints(kv_cache),
+    )
     engine = _decoder_engine(request, runner, pool, speculation)
     engine.adapters = adapters
     return BuiltEngine(engine, runner, model, backend)
@@ -171,12 +176,13 @@ def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:
     Recurrent states that the plan has room for beyond those of the slots are checkpoints.
     """
     slots, states = 2 * plan.memory.max_running_seqs, plan.memory.state_bytes // max(1, 4 * sum(config.state_sizes))
+    each = STATE_ROWS[plan.placement.device]
     if config.state_sizes:  # one slot more than sequences run is for the prompt that beams share
-        slots = max(plan.memory.max_running_seqs + 1, min(slots, states * 2 // 3))
-    return kv_shape_of(config, slots, plan.memory.max_model_len, max(0, states - slots))
+        slots = max(plan.memory.max_running_seqs + 1, min(slots, states * 2 // (2 * each + 1)))
+    return kv_shape_of(config, slots, plan.memory.max_model_len, max(0, states - each * slots))
 
 
-def state_checkpoints(kv_cache: KvCache) -> StateCheckpoints | None:
+def state_checkpoints(kv_cache: KvCache | PagedKvCache) -> StateCheckpoints | None:
     """Return the checkpoints of recurrent states, None without such states.
 
     Their interval is a power of two: at most as many tokens are computed again if a prefix ends between two of them. Beyond
@@ -185,7 +191,7 @@ def state_checkpoints(kv_cache: KvCache) -> StateCheckpoints | None:
     if not kv_cache.states:
         return None
     shape = kv_cache.shape
-    state_bytes, token_bytes = kv_cache.state_bytes, max(1, kv_cache.bytes_per_token)
+    state_bytes, token_bytes = 4 * sum(shape.state_sizes), max(1, kv_cache.bytes_per_token)
     worth = max(1, state_bytes // (4 * token_bytes))
     interval = min(_MAX_CHECKPOINT_TOKENS, max(_MIN_CHECKPOINT_TOKENS, 2 ** (worth - 1).bit_length()))
     return StateCheckpoints(shape.num_slots, shape.num_checkpoints, interval, state_bytes)

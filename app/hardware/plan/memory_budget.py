@@ -57,6 +57,8 @@ USEFUL_SEQS, USEFUL_TOKENS = 8, 1024
 # Sequences that a draft model drafts for at the same time; its KV cache holds this number of sequences of
 # `USEFUL_TOKENS` tokens each. With more sequences, steps are too full for draft tokens to pay.
 DRAFT_SEQS = USEFUL_SEQS
+# Rows of recurrent states for each slot: a device's step reads one of them and writes the other (engine/decoder/device_states.py).
+STATE_ROWS: Mapping[str, int] = {"cpu": 1, "cuda": 2, "mps": 2}
 # Estimates that were not verified on a device yet (docs/hardware.md). The context is the driver's, with the kernels of
 # torch, cuBLAS and this package, and cuBLAS' workspaces (32 MiB a stream on Hopper). The graphs are what captured
 # steps keep in addition to the shared activations.
