@@ -57,7 +57,15 @@ def processor_engine(model: Any) -> DecoderEngine:
     cache = KvCache(kv_shape_of(config, SLOTS, MAX_LEN), torch.float32)
     runner = CpuDecoderRunner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
     limits = EngineLimits(MAX_LEN, SLOTS // 2, MAX_LEN)
-    return DecoderEngine(Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN, checkpoints=StateCheckpoints(SLOTS, 0, 16) if config.state_sizes else None), PrefillBudget(MAX_LEN), limits, {EOS}), runner)
+    return DecoderEngine(
+        Scheduler(
+            KvSlots(SLOTS, SLOTS * MAX_LEN, checkpoints=StateCheckpoints(SLOTS, 0, 16) if config.state_sizes else None),
+            PrefillBudget(MAX_LEN),
+            limits,
+            {EOS},
+        ),
+        runner,
+    )
 
 
 def said_by_a_processor(model: Any, request: Generate) -> Said:
@@ -345,15 +353,13 @@ def test_states_say_what_they_say_on_a_processor(recurrent: Pair) -> None:
 
 
 @pytest.mark.cases(test=1, ci=2)
-def test_states_after_preemption_lack_of_memory_and_drafts(
-    recurrent: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_after_preemption_lack_of_memory_and_drafts(recurrent: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [one for one in REQUESTS if one.params.beam_width == 1]
 
     def oracle(sequence: Sequence) -> Oracle:
         return Oracle(recurrent.runs_alone[sequence.request_id, sequence.choice], sequence.num_prompt_tokens)
 
-    served = DeviceServed(recurrent.model, pages=11, speculation=Speculation(oracle, FreeRows()))
+    served = DeviceServed(recurrent.model, pages=6, speculation=Speculation(oracle, FreeRows()))
     logits, wanting = served.runner._forward.logits, 0
 
     def scarce(views: Any, sizes: Any, bounds: Any, vectors: Any = None) -> Any:

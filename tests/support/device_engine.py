@@ -67,9 +67,7 @@ class DeviceServed:
         limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)
         self.runner = WatchedRunner(model, self.cache, backend, limits, eager, 0 if speculation is None else 64)
         checkpoints = StateCheckpoints(SLOTS, CHECKPOINTS, BETWEEN_STATES) if config.state_sizes else None
-        self.pool = KvSlots(
-            SLOTS, self.cache.capacity_tokens, self.cache.tokens_per_page, checkpoints=checkpoints
-        )
+        self.pool = KvSlots(SLOTS, self.cache.capacity_tokens, self.cache.tokens_per_page, checkpoints=checkpoints)
         self.scheduler = Scheduler(self.pool, PrefillBudget(max_batch_tokens), limits, {EOS}, speculation=speculation)
         self.engine = engine or DecoderEngine(self.scheduler, self.runner)
         self.said: Said = {}

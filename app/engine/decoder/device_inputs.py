@@ -176,8 +176,9 @@ def table_update_size(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayout:
-    """Layout of the device memory: index of a step's token ids in the device buffer, slot of padding rows, and the rows of
-    recurrent states that padding reads and writes.
+    """Layout of the device memory: index of a step's token ids in the device buffer, and slot of padding rows.
+
+    `states`: the rows of recurrent states that padding reads and writes.
     """
 
     block_start: int
@@ -280,9 +281,7 @@ def fill_step(
     write_column(views.starts, starts, tokens)
 
 
-def fill_states(
-    views: StepViews[ColumnArray], reads: Items[int], writes: Items[int], layout: DeviceLayout
-) -> None:
+def fill_states(views: StepViews[ColumnArray], reads: Items[int], writes: Items[int], layout: DeviceLayout) -> None:
     """Write the rows of the recurrent states of the first sequences."""
     write_column(views.state_reads, list(reads), layout.states[0])
     write_column(views.state_writes, list(writes), layout.states[1])

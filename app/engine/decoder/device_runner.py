@@ -158,9 +158,7 @@ class DeviceForward:
         if self.adapters is not None:
             self.adapters.set(views.adapters, logit_rows)
         token_ids = self.token_ids(views)
-        states = StateRows(
-            views.state_reads[: bounds.num_states], views.state_writes[: bounds.num_states], bounds.runs
-        )
+        states = StateRows(views.state_reads[: bounds.num_states], views.state_writes[: bounds.num_states], bounds.runs)
         attend = PagedAttention(self.kv_cache, self.backend, step, views.kv_rows, states)
         return StepContext(token_ids, views.positions, logit_rows, attend, vectors=vectors)
 

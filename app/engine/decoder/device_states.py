@@ -53,6 +53,10 @@ class DeviceStates:
     def __bool__(self) -> bool:
         return bool(self._layers)
 
+    def begin(self, slot: int, position: int) -> None:
+        """Let a slot's first row be the state after this position, whatever it holds."""
+        self._ends[slot] = [position, _NO_STATE]
+
     def copy(self, copies: Items[StateCopy]) -> None:
         """Do a batch's copies, one after the other; those of a step that is tried again are done once."""
         if copies is not self._copied:
@@ -94,7 +98,9 @@ class DeviceStates:
         def advance(kept: Tensor, accepted: StateRows) -> Tensor:
             return recur_on_device(kept_inputs(kept, sizes), recurrence, states, accepted)
 
-        return recur_on_device(inputs, recurrence, states, step, self._kept_rows(layer, sizes.input_elements, step, advance))
+        return recur_on_device(
+            inputs, recurrence, states, step, self._kept_rows(layer, sizes.input_elements, step, advance)
+        )
 
     def convolve(self, layer: int, x: Tensor, filters: Tensor, step: StateRows) -> Tensor:
         states = self._layers[layer]
@@ -148,7 +154,7 @@ class DeviceStates:
     def _target(self, row: int, position: int) -> int:
         if row >= self._num_slots:
             return self._checkpoint(row)
-        self._ends[row] = [position, _NO_STATE]
+        self.begin(row, position)
         return ROWS_OF_SLOT * row
 
     def _checkpoint(self, row: int) -> int:
@@ -157,7 +163,7 @@ class DeviceStates:
     def _written(self, slot: int, start: int, end: int) -> int:
         ends = self._ends[slot]
         if start == 0:
-            ends[:] = [end, _NO_STATE]
+            self.begin(slot, end)
             return ROWS_OF_SLOT * slot
         other = 1 - ends.index(start)
         ends[other] = end

@@ -573,9 +573,7 @@ class KvAllocator:
 class PrefixStore(Protocol):
     """Keys and values of prefixes that were computed earlier, also by other processes. It is used between steps."""
 
-    def move(
-        self, copies: Items[KvCopy], released: Items[tuple[int, int, int]], states: Items[StateCopy]
-    ) -> None:
+    def move(self, copies: Items[KvCopy], released: Items[tuple[int, int, int]], states: Items[StateCopy]) -> None:
         """Do these copies and releases of `Batch` now, before anything is read into the slots or saved."""
 
     def read(self, sequence: Sequence, max_seconds: float) -> tuple[int, bool]:

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware.facts import Needs
-from planned_machines import GIB, machine, plan
+from app.hardware.facts import CudaDevice, Needs
+from planned_machines import GIB, ON_GPUS, machine, plan
 
 MIB = 2**20
+GPU = CudaDevice(0, "NVIDIA H200", (9, 0), 141 * GIB, 140 * GIB, "GPU-1", "580.65.06")
 NEEDS = Needs(
     kind="decoder",
     architecture="Qwen3_5ForCausalLM",
@@ -52,6 +53,12 @@ def test_few_sequences_run_where_their_states_are_large() -> None:
     assert "Half of the memory" in made.decisions["max_running_seqs"].reason
     with pytest.raises(PlanImpossible, match="state of one sequence takes 200"):
         plan(small, dataclasses.replace(NEEDS, state_bytes=200 * MIB), precision="int4", max_running_seqs=32)
+
+
+def test_a_device_has_two_rows_for_each_slot() -> None:
+    made = plan(machine(cuda=(GPU,)), NEEDS, ON_GPUS, device="cuda")
+    running = made.memory.max_running_seqs
+    assert running > 64 and made.memory.state_bytes >= 5 * running * 20 * MIB  # running, finished, and checkpoints
 
 
 def test_drafts_are_verified_but_not_made_with_a_state() -> None:
