@@ -13,6 +13,7 @@ from app.backends.selection import select_device_backend, select_host_backend
 from app.engine.build import BuildRequest, BuiltEngine, ReportStage, load_on_device, percent_reporter
 from app.engine.decoder.adapters import load_adapter_slots
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
+from app.engine.decoder.draft_head import HeadDrafts, HeadRunner
 from app.engine.decoder.draft_model import DraftModel
 from app.engine.decoder.engine import DecoderEngine, DecoderRunner
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype, kv_shape_of
@@ -31,6 +32,7 @@ from app.messages import Generate, SamplingParams
 from app.metrics.steps import StepTimeModel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
+from app.models.decoders.draft_head import DraftHead
 from app.weights.checkpoint import Checkpoint
 from app.weights.tensor_reader import explaining_values_not_finite
 from armature_kernels.attention.attention import max_decode_queries, supports_heads, token_bytes
@@ -71,7 +73,8 @@ def build_decoder_engine(
     )
     speculation = _speculation(config, plan, request.step_time_model)
     if speculation is not None and request.draft is not None:
-        speculation.set_draft_model(_load_draft_model(request, request.draft))
+        drafts = _load_draft_head if request.draft.decoder.is_draft_head else _load_draft_model
+        speculation.set_draft_model(drafts(request, request.draft, runner))
     engine = _decoder_engine(request, runner, pool, speculation)
     engine.scheduler.prefix_store = open_prompt_cache(request, kv_cache, max_queries_together)
     engine.adapters = adapters
@@ -152,7 +155,23 @@ def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTi
     return Speculation(ngram_drafter, step_time_model, min(max_draft_tokens, MAX_DRAFT_TOKENS))
 
 
-def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> DraftModel:
+def _load_draft_head(request: BuildRequest[Checkpoint], draft: Checkpoint, runner: CpuDecoderRunner) -> HeadDrafts:
+    plan, config = request.plan, draft.decoder
+    request.report("loading the draft head")
+    own = plan.changed(int8_copy=False, keep_layers=())
+    head, _ = load_on_device(BuildRequest(draft, own, request.report), select_host_backend)
+    assert isinstance(head, DraftHead), "a head's checkpoint"
+    served = runner.model.model if isinstance(runner.model, DecoderReplay) else runner.model
+    head.attach(served)
+    length = plan.memory.max_model_len
+    shape = kv_shape_of(config, min(DRAFT_SEQS, plan.memory.max_running_seqs), min(length, draft_kv_tokens(length)))
+    head_runner = HeadRunner(head, KvCache(shape, kv_dtype(plan)), runner.backend)
+    drafts = HeadDrafts(head_runner, draft_kv_tokens(length))
+    runner.show_hidden = drafts.observe
+    return drafts
+
+
+def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint, runner: CpuDecoderRunner) -> DraftModel:
     plan, config = request.plan, draft.decoder
     request.report("loading the draft model")
     length = min(plan.memory.max_model_len, config.max_model_len)
@@ -164,10 +183,10 @@ def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> D
     slots = min(DRAFT_SEQS, plan.memory.max_running_seqs)
     shape = kv_shape_of(config, slots, min(length, capacity))
     replay = DecoderReplay(model, request.eager_reason)
-    runner = CpuDecoderRunner(replay, KvCache(shape, kv_dtype(plan)), backend, Sampler(config.vocab_size))
+    own_runner = CpuDecoderRunner(replay, KvCache(shape, kv_dtype(plan)), backend, Sampler(config.vocab_size))
     with explaining_values_not_finite(draft):
-        warm_up_decoder(runner)
-    return DraftModel(runner, capacity, request.checkpoint.decoder.vocab_size)
+        warm_up_decoder(own_runner)
+    return DraftModel(own_runner, capacity, request.checkpoint.decoder.vocab_size)
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:

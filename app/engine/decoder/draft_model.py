@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Protocol
 
-from app.engine.decoder.cpu_runner import CpuDecoderRunner
-from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence, make_sequence
+from app.engine.decoder.kv_cache import KvCache
+from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.batch import Batch, SampledTokens, ScheduledSpan, Sequence, make_sequence
 from app.messages import Generate, SamplingParams
 
 CATCH_UP_TOKENS = 64  # of a sequence that are computed beside a step in order to draft later
@@ -25,17 +27,29 @@ ChooseToken = Callable[[Sequence, int, int], int]  # sequence, position, the dra
 
 
 @dataclass(slots=True, eq=False)
-class _DraftedSequence:
+class DraftedSequence:
     """The draft model's copy of a sequence. `own.num_computed` of its tokens have keys and values in `slot`."""
 
     own: Sequence
     slot: int
 
 
+class DraftRunner(Protocol):
+    """What a draft model needs of its runner."""
+
+    kv_cache: KvCache
+    sampler: Sampler
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def run(self, batch: Batch) -> list[SampledTokens]: ...
+
+
 class DraftModel:
     """Drafts for several sequences at once. It is used on the worker thread only."""
 
-    def __init__(self, runner: CpuDecoderRunner, capacity_tokens: int, vocab_size: int | None = None) -> None:
+    def __init__(self, runner: DraftRunner, capacity_tokens: int, vocab_size: int | None = None) -> None:
         """Draft with a runner of its own, within `capacity_tokens` of KV memory.
 
         `vocab_size`: rows of the served model's embedding; None: as many as the draft model has.
@@ -46,7 +60,7 @@ class DraftModel:
         self._own_vocab_size = runner.sampler.vocab_size
         self._vocab_size = vocab_size or self._own_vocab_size
         self._free = list(range(runner.kv_cache.shape.num_slots))
-        self._drafted: dict[Sequence, _DraftedSequence] = {}
+        self._drafted: dict[Sequence, DraftedSequence] = {}
         self._step_seconds: dict[int, float] = {}  # by number of sequences
 
     def is_ready(self, sequence: Sequence) -> bool:
@@ -65,7 +79,7 @@ class DraftModel:
             own = make_sequence(
                 Generate("draft", tuple(self._known_ids(sequence)), SamplingParams(temperature=0.0), arrived_at=0.0)
             )
-            known = self._drafted[sequence] = _DraftedSequence(own, self._free.pop())
+            known = self._drafted[sequence] = DraftedSequence(own, self._free.pop())
         self._follow(known, sequence)
         missing = known.own.num_uncomputed - 1
         if missing <= _MAX_AHEAD:
@@ -122,7 +136,7 @@ class DraftModel:
             self._free.append(known.slot)
             self._runner.kv_cache.release(known.slot, 0, self._runner.kv_cache.shape.max_len)
 
-    def _follow(self, known: _DraftedSequence, sequence: Sequence) -> None:
+    def _follow(self, known: DraftedSequence, sequence: Sequence) -> None:
         """Take over a sequence's tokens; those that differ from what was drafted are computed again."""
         own, tokens = known.own, self._known_ids(sequence)
         same, most = own.num_prompt_tokens, min(own.num_computed, len(tokens) - 1)

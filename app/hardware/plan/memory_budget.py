@@ -111,7 +111,9 @@ class MemoryDemand:
 
     def draft_bytes(self, reserved: bool = False) -> int:
         """Return the bytes of a draft model, 0 without one; `reserved`: all address space of its KV counts."""
-        if self.needs is None or self.needs.draft is None:
+        if (
+            self.needs is None or self.needs.draft is None or self.device is not None
+        ):  # a device has no drafts of a model
             return 0
         draft, precision = self.needs.draft, draft_precision(self.precision, KV_PRECISIONS[self.kv_precision][1])
         length = min(draft.max_model_len, self.needs.max_model_len)
