@@ -16,6 +16,7 @@ from torch import Tensor
 
 from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs
 from armature_kernels.attention.recurrent_sizes import STATE_COLUMNS, RecurrentSizes
+from armature_kernels.triton.support import triton_usable
 
 CHUNK_TOKENS = 64
 
@@ -78,10 +79,16 @@ def recur_on_device(
     _keep(kept, given, step)
     mixed = torch.empty_like(channels)
     _filter_rows(channels, layer.filters, states[:, : (sizes.width - 1) * sizes.channels], step, mixed)
-    query, key, value = _heads(F.silu(mixed if layer.bias is None else mixed + layer.bias), sizes)
+    mixed = F.silu(mixed if layer.bias is None else mixed + layer.bias)
+    query, key, value = _heads(mixed, sizes)
     out = torch.empty_like(value)
     matrices = states[:, sizes.tail_elements : sizes.state_elements]
-    if single:
+    if single and triton_usable(mixed):
+        from armature_kernels.triton.recurrence import advance_by_token
+
+        scales = logs[:single], factors[:single]
+        out[:single] = advance_by_token(mixed[:single], scales, states, (step.reads, step.writes), sizes)
+    elif single:
         own = [one[:single] for one in (query, key, value, logs, factors)]
         found = matrices.index_select(0, step.reads)
         out[:single], after = _advance_by_token(own, found, sizes)
