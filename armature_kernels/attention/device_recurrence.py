@@ -87,18 +87,19 @@ def recur_on_device(
         from armature_kernels.triton.recurrence import advance_by_token
 
         scales = logs[:single], factors[:single]
-        out[:single] = advance_by_token(mixed[:single], scales, states, (step.reads, step.writes), sizes)
+        out[:single].copy_(advance_by_token(mixed[:single], scales, states, (step.reads, step.writes), sizes))
     elif single:
         own = [one[:single] for one in (query, key, value, logs, factors)]
         found = matrices.index_select(0, step.reads)
-        out[:single], after = _advance_by_token(own, found, sizes)
+        result, after = _advance_by_token(own, found, sizes)
+        out[:single].copy_(result)
         matrices.index_copy_(0, step.writes, after)
     for run in step.runs:
         own = [one[run.rows].transpose(0, 1) for one in (query, key, value, logs, factors)]
         result, after = _advance_by_chunks(own, matrices[run.read], sizes)
-        out[run.rows] = result.transpose(0, 1)
+        out[run.rows].copy_(result.transpose(0, 1))
         if run.write >= 0:
-            matrices[run.write] = after
+            matrices[run.write].copy_(after)
     if layer.skips is not None:
         out += value * layer.skips[:, None]
     return out.flatten(1)
@@ -110,7 +111,7 @@ def _keep(kept: Tensor | None, inputs: Tensor | list[Tensor], step: StateRows) -
         if run.write < 0 and kept is not None:
             parts = inputs if isinstance(inputs, list) else [inputs]
             whole = torch.cat([part[run.rows] for part in parts], 1)
-            kept[run.rows, : whole.shape[1]] = whole
+            kept[run.rows, : whole.shape[1]].copy_(whole)
 
 
 def _filter_rows(x: Tensor, filters: Tensor, tails: Tensor, step: StateRows, out: Tensor) -> None:
@@ -120,13 +121,13 @@ def _filter_rows(x: Tensor, filters: Tensor, tails: Tensor, step: StateRows, out
     if single:
         before = tails.index_select(0, step.reads).view(single, width - 1, channels)
         whole = torch.cat((before, x[:single, None]), 1)
-        out[:single] = (whole * filters).sum(1)
+        out[:single].copy_((whole * filters).sum(1))
         tails.index_copy_(0, step.writes, whole[:, 1:].flatten(1))
     for run in step.runs:
         whole = torch.cat((tails[run.read].view(width - 1, channels), x[run.rows]))
-        out[run.rows] = (whole.unfold(0, width, 1).transpose(1, 2) * filters).sum(1)
+        out[run.rows].copy_((whole.unfold(0, width, 1).transpose(1, 2) * filters).sum(1))
         if run.write >= 0:
-            tails[run.write] = whole[run.num_tokens :].flatten()
+            tails[run.write].copy_(whole[run.num_tokens :].flatten())
 
 
 def _heads(mixed: Tensor, sizes: RecurrentSizes) -> tuple[Tensor, Tensor, Tensor]:

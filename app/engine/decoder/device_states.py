@@ -61,7 +61,8 @@ class DeviceStates:
         """Do a batch's copies, one after the other; those of a step that is tried again are done once."""
         if copies is not self._copied:
             for source, target, position in copies:
-                self._memory[self._target(target, position)] = self._memory[self._source(source, position)]
+                read = self._source(source, position)
+                self._memory[self._target(target, position)].copy_(self._memory[read])
         self._copied = copies
 
     def rows_of(self, spans: Items[ScheduledSpan]) -> StateStepRows:
@@ -90,7 +91,7 @@ class DeviceStates:
 
     def save(self, saves: Items[tuple[int, int]]) -> None:
         for source, target in saves:
-            self._memory[target] = self._memory[source]
+            self._memory[target].copy_(self._memory[source])
 
     def recur(self, layer: int, inputs: RecurrentInputs, recurrence: Recurrence, step: StateRows) -> Tensor:
         states, sizes = self._layers[layer], recurrence.sizes
