@@ -181,7 +181,7 @@ def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint, runn
     assert isinstance(model, Decoder), "a decoder's checkpoint"
     capacity = draft_kv_tokens(length)
     slots = min(DRAFT_SEQS, plan.memory.max_running_seqs)
-    shape = kv_shape_of(config, slots, min(length, capacity))
+    shape = kv_shape_of(config, slots, min(length, capacity), slots if config.state_sizes else 0)
     replay = DecoderReplay(model, request.eager_reason)
     own_runner = CpuDecoderRunner(replay, KvCache(shape, kv_dtype(plan)), backend, Sampler(config.vocab_size))
     with explaining_values_not_finite(draft):

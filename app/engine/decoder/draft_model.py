@@ -28,10 +28,14 @@ ChooseToken = Callable[[Sequence, int, int], int]  # sequence, position, the dra
 
 @dataclass(slots=True, eq=False)
 class DraftedSequence:
-    """The draft model's copy of a sequence. `own.num_computed` of its tokens have keys and values in `slot`."""
+    """The draft model's copy of a sequence. `own.num_computed` of its tokens have keys and values in `slot`.
+
+    A recurrent state is kept as it is after `kept` tokens, the last that were known.
+    """
 
     own: Sequence
     slot: int
+    kept: int = 0
 
 
 class DraftRunner(Protocol):
@@ -97,13 +101,15 @@ class DraftModel:
         began = time.perf_counter()
         known = [self._drafted[sequence] for sequence in sequences]
         lengths = [len(one.own.token_ids) for one in known]
-        for _ in range(num_tokens):
+        for place in range(num_tokens):
             started = time.perf_counter()
             spans = tuple(
                 ScheduledSpan(one.own, one.own.num_computed, one.own.num_uncomputed, one.slot, None, 0, samples=True)
                 for one in known
             )
             samples = self._runner.run(Batch(spans))
+            if place == 0 and self._runner.kv_cache.states:
+                self._keep_states(known, lengths)
             for sequence, one, sample in zip(sequences, known, samples, strict=True):
                 position, token = len(one.own.token_ids), max(sample.token_ids[0], 0)  # any token, if none is finite
                 one.own.num_computed = position
@@ -143,9 +149,20 @@ class DraftModel:
         same = min(same, most)
         while same < most and own.token_ids[same] == tokens[same]:
             same += 1
+        if same < own.num_computed and self._runner.kv_cache.states:  # the state is of tokens that were rejected
+            self._runner.kv_cache.copy_states([(self._row(known), known.slot, known.kept)])
+            same = known.kept
         own.num_computed = same
         own.token_ids = tokens
         own.num_prompt_tokens = len(tokens)
+
+    def _keep_states(self, known: list[DraftedSequence], lengths: list[int]) -> None:
+        for one, length in zip(known, lengths, strict=True):
+            one.kept = length
+        self._runner.kv_cache.copy_states([(one.slot, self._row(one), one.kept) for one in known])
+
+    def _row(self, known: DraftedSequence) -> int:
+        return self._runner.kv_cache.shape.num_slots + known.slot
 
     def _known_ids(self, sequence: Sequence) -> list[int]:
         if self._vocab_size <= self._own_vocab_size and not sequence.vectors:

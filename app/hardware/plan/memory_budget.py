@@ -119,7 +119,8 @@ class MemoryDemand:
         length = min(draft.max_model_len, self.needs.max_model_len)
         tokens = DRAFT_SEQS * min(length, draft_kv_tokens(length)) if reserved else draft_kv_tokens(length)
         weights = draft.bytes_by_precision.get(precision, draft.weight_bytes)
-        return weights + tokens * kv_bytes_per_token(draft, self.kv_precision)
+        states = 2 * DRAFT_SEQS * draft.state_bytes  # one after the known tokens, and one after the drafted ones
+        return weights + states + tokens * kv_bytes_per_token(draft, self.kv_precision)
 
     @property
     def weights_name(self) -> str:

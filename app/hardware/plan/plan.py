@@ -263,11 +263,6 @@ def _draft_model(settings: Settings, served: StepOptionInputs) -> Decision[str |
             "the processor (device=cpu)."
         )
     draft = None if served.needs is None else served.needs.draft
-    if draft is not None and draft.state_bytes:
-        raise PlanImpossible(
-            "draft_model is set, but its layers have a recurrent state, which cannot go back to an earlier position after a wrong "
-            "draft: leave it out, or give a draft model without such layers."
-        )
     size = "" if draft is None else f" with {draft.num_parameters:,} parameters"
     return Decision(
         str(settings.draft_model),

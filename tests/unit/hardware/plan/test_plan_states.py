@@ -8,6 +8,7 @@ import pytest
 
 from app.errors import PlanImpossible
 from app.hardware.facts import CudaDevice, Needs
+from app.hardware.plan.memory_budget import DRAFT_SEQS, MemoryDemand
 from planned_machines import GIB, ON_GPUS, machine, plan
 
 MIB = 2**20
@@ -61,12 +62,15 @@ def test_a_device_has_two_rows_for_each_slot() -> None:
     assert running > 64 and made.memory.state_bytes >= 5 * running * 20 * MIB  # running, finished, and checkpoints
 
 
-def test_drafts_are_verified_but_not_made_with_a_state() -> None:
+def test_drafts_are_verified_and_made_with_a_state() -> None:
     plain = dataclasses.replace(NEEDS, state_bytes=0)
+    with_state, without = (
+        MemoryDemand(dataclasses.replace(NEEDS, draft=one), "int8", "bf16") for one in (NEEDS, plain)
+    )
+    assert with_state.draft_bytes() - without.draft_bytes() == 2 * DRAFT_SEQS * 20 * MIB
     assert plan(machine(), NEEDS).steps.speculation
     assert plan(machine(), dataclasses.replace(NEEDS, draft=plain), draft_model="/nowhere").steps.draft_model
-    with pytest.raises(PlanImpossible, match="draft_model is set, but its layers have a recurrent state"):
-        plan(machine(), dataclasses.replace(NEEDS, draft=NEEDS), draft_model="/nowhere")
+    assert plan(machine(), dataclasses.replace(NEEDS, draft=NEEDS), draft_model="/nowhere").steps.draft_model
 
 
 def test_the_plan_says_what_of_a_state_is_not_rounded() -> None:
