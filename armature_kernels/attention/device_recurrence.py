@@ -135,7 +135,7 @@ def _heads(mixed: Tensor, sizes: RecurrentSizes) -> tuple[Tensor, Tensor, Tensor
     places, counts = sizes.places, (sizes.keys, sizes.keys, sizes.values)
     heads = (sizes.key_heads, sizes.key_heads, sizes.heads)
     query, key, value = (
-        mixed[:, place : place + count].unflatten(1, (each, -1))
+        mixed[:, place : place + count].view(len(mixed), each, count // each)
         for place, count, each in zip(places, counts, heads, strict=True)
     )
     if sizes.has_delta:
@@ -158,7 +158,7 @@ def _advance_by_chunks(own: Sequence[Tensor], state: Tensor, sizes: RecurrentSiz
     """Return the results [heads, tokens, value_size] of one sequence, and its state after them."""
     matrix = _matrices(state[None], sizes)[0]
     results = []
-    for query, key, value, logs, factors in zip(*(one.split(CHUNK_TOKENS, 1) for one in own), strict=True):
+    for query, key, value, logs, factors in zip(*(torch.split(one, CHUNK_TOKENS, 1) for one in own), strict=True):
         sums = logs.cumsum(1)
         gaps = sums[:, :, None] - sums[:, None, :]
         later = torch.ones(gaps.shape[1:], dtype=torch.bool, device=gaps.device).triu(1)
@@ -184,4 +184,5 @@ def _matrices(stored: Tensor, sizes: RecurrentSizes) -> Tensor:
 
 def _stored(matrices: Tensor, sizes: RecurrentSizes) -> Tensor:
     padded = F.pad(matrices, (0, -sizes.value_size % STATE_COLUMNS))
-    return padded.unflatten(3, (-1, STATE_COLUMNS)).transpose(2, 3).flatten(1)
+    blocks = padded.view(len(padded), sizes.heads, sizes.key_size, -1, STATE_COLUMNS)
+    return blocks.transpose(2, 3).flatten(1)
