@@ -158,7 +158,8 @@ def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTi
 def _load_draft_head(request: BuildRequest[Checkpoint], draft: Checkpoint, runner: CpuDecoderRunner) -> HeadDrafts:
     plan, config = request.plan, draft.decoder
     request.report("loading the draft head")
-    own = plan.changed(int8_copy=False, keep_layers=())
+    precision = draft_precision(plan.weights.precision, kv_dtype(plan).itemsize)
+    own = plan.changed(precision=precision, int8_copy=False, keep_layers=())
     head, _ = load_on_device(BuildRequest(draft, own, request.report), select_host_backend)
     assert isinstance(head, DraftHead), "a head's checkpoint"
     served = runner.model.model if isinstance(runner.model, DecoderReplay) else runner.model
