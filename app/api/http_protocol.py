@@ -326,7 +326,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
         self._departure = Departure()
-        cycle.scope["extensions"] = extensions = {DEPARTURE: self._departure}
+        extensions: dict[str, Any] = {DEPARTURE: self._departure}
+        cycle.scope["extensions"] = extensions
         if cycle.scope["http_version"] == "1.0":
             super()._start_asgi_task(cycle, partial(_serve_unchunked, app, cycle))
         else:
