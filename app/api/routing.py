@@ -82,7 +82,7 @@ class ModelNames:
     accepts_any_path: bool = False
 
 
-Task = Literal["generate", "encode", "embed", "classify", "rerank", "infer", "task"]
+Task = Literal["generate", "encode", "embed", "classify", "rerank", "infer"]
 ModelState = Literal["unloaded", "loading", "ready", "failed", "unloading"]
 
 
@@ -97,8 +97,7 @@ class ServedEntry(Protocol):
         """Names that requests may give, adapters included."""
 
     @property
-    def tasks(self) -> Collection[Task | str]:
-        """What it does, in our words and in those of Hugging Face; empty while it is unknown."""
+    def tasks(self) -> Collection[Task | str]: ...  # also in Hugging Face's words; empty while they are unknown
 
     @property
     def kind(self) -> str:
@@ -417,10 +416,7 @@ class ApiCall:
         self.runtime = entry.runtime if seen is models else replace(entry.runtime, models=seen)
 
     def default_model(self, models: Models, name: str | None) -> ServedEntry:
-        """Return the first model for the task that has not failed, or else the first one, if the name is none or wrong.
-
-        Raises `WrongModelKind` if no model does the task in the path.
-        """
+        """Return the first model for the task that has not failed. Raises `WrongModelKind` if none does the path's."""
         entries, pipeline = models.entries, self.request.url.path.partition("/pipeline/")[2]
         task = pipeline or self.route.task
         able = [entry for entry in entries if task is None or task in entry.tasks]

@@ -302,20 +302,22 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
                 )
         for name, seconds in found.single_steps.items():
             log.info("calibration: only one step of %s was timed, which took %.2f s", name, seconds)
-    final = prepared.with_calibration(Calibration(found, time.time(), from_cache=False))
     other = other_cpu_seconds(prepared.facts.allowed_cpus) - other_before
     cores = other / max(time.monotonic() - began, LEAST_OTHER_SECONDS)
-    noise = UNDER_LOAD if measured_under_load(prepared, final) else ""
     most = max(MAX_OTHER_CORES, MAX_OTHER_SHARE * len(prepared.facts.allowed_cpus))
-    if other > LEAST_OTHER_SECONDS and cores > most:
-        noise = OTHER_WORK.format(cores=cores)
-    if noise and found.trials:
-        log.warning("the calibration is kept as a noisy one, and measured again when the server is idle: %s", noise)
-        noisy = tuple(trial if trial.noise else replace(trial, noise=noise) for trial in found.trials)
-        prepared.calibration_file.write(Calibration(replace(found, trials=noisy), time.time(), from_cache=False))
+    if found.trials and other > LEAST_OTHER_SECONDS and cores > most:
+        found = _as_noisy(found, OTHER_WORK.format(cores=cores))
+    final = prepared.with_calibration(Calibration(found, time.time(), from_cache=False))
+    if measured_under_load(prepared, final):
+        prepared.calibration_file.write(Calibration(_as_noisy(found, UNDER_LOAD), time.time(), from_cache=False))
     elif final.calibration is not None:
         prepared.calibration_file.write(final.calibration)
     return final
+
+
+def _as_noisy(found: Measurements, noise: str) -> Measurements:
+    log.warning("the calibration is kept as a noisy one: %s", noise)
+    return replace(found, trials=tuple(one if one.noise else replace(one, noise=noise) for one in found.trials))
 
 
 def other_cpu_seconds(cpu_ids: Collection[int], files: HostFiles | None = None) -> float:

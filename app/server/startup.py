@@ -542,7 +542,7 @@ def tasks_of(start: Prepared) -> frozenset[str]:
         return frozenset({"infer"})
     config = start.checkpoint.model_config
     if isinstance(config, TaskConfig):
-        return frozenset({"task", "infer", *config.tasks})
+        return frozenset({"infer", *config.tasks})
     if not isinstance(config, EncoderConfig):
         has_encoder = isinstance(config, TransformersConfig) and config.max_source_len
         return frozenset({"generate", *(GENERATED if has_encoder else ())})

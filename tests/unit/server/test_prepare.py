@@ -143,13 +143,14 @@ def test_what_was_measured_while_other_programs_ran_is_kept_as_noisy(
     tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readings, asked = iter((10.0, 15.0)), list[float]()
-    measure = measure_of(Measurements(trials=(QUICK,)), asked)
+    fewer = {rows: seconds / 1.1 for rows, seconds in QUICK.decode_seconds.items()}
+    found = Measurements(trials=(QUICK, dataclasses.replace(QUICK, threads=7, decode_seconds=fewer)))
+    measure = measure_of(found, asked)
     monkeypatch.setattr("app.engine.calibration.measure.measure_machine", measure)
     monkeypatch.setattr(prepare, "other_cpu_seconds", lambda cpu_ids: next(readings))
-    assert start(tmp_path, checkpoint).plan.speed.speed_source == "measured"
-    second = start(tmp_path, checkpoint).plan
-    assert second.speed.speed_source == "noisy"
-    assert "other programs used" in second.decisions["speed_source"].reason
+    for plan in (start(tmp_path, checkpoint).plan, start(tmp_path, checkpoint).plan):
+        assert (plan.speed.speed_source, plan.cpu.threads) == ("noisy", 8)
+        assert "other programs used" in plan.decisions["speed_source"].reason
     assert len(asked) == 1
 
 
