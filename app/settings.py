@@ -356,6 +356,12 @@ class Settings(BaseSettings):
         "auto",
         "Compute in a process of its own, beside the one that serves HTTP; auto: on a GPU, and for each of several models.",
     )
+    data_parallel: Annotated[int, Field(ge=1, le=64)] = setting(
+        "machine",
+        1,
+        "Engines of the same model, each on a GPU or on a part of the processor's cores, behind one address; memory_bytes,"
+        " kv_cache_bytes and threads are for each.",
+    )
     hourly_price: PositiveFloat | None = setting(
         "machine",
         None,

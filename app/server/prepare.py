@@ -23,6 +23,7 @@ from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Facts, Needs
 from app.hardware.plan import precision
 from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.plan.shares import divide_machine
 from app.hardware.plan.speed import (
     EstimateInputs,
     SpeedInputs,
@@ -133,6 +134,7 @@ class Prepared:
     is_final: bool = True
     adapters: ServedAdapters | None = None
     draft: Checkpoint | None = None
+    parts: tuple[Facts, ...] = ()  # of the machine, one for each of several engines; `facts` is the first one
 
     @property
     def model_name(self) -> str:
@@ -200,6 +202,19 @@ class Prepared:
         trial = self._trial() or (self.estimated_trial if self.plan.speed.speed_source == "noisy" else None)
         return None if trial is None else trial.spread
 
+    def for_engine(self, number: int) -> Prepared:
+        """Return the start of one of several engines: the plan of its part of the machine, with the first one's figures."""
+        if number == 0:
+            return self
+        measurements, facts = None if self.calibration is None else self.calibration.measurements, self.parts[number]
+        plan = _plan(facts, measurements, self.settings, self.needs)
+        if plan.memory.max_model_len < self.plan.memory.max_model_len:
+            raise PlanImpossible(
+                f"Engine {number} of {len(self.parts)} has memory for {plan.memory.max_model_len} tokens of a text, the first one for"
+                f" {self.plan.memory.max_model_len}: set max_model_len to at most {plan.memory.max_model_len}."
+            )
+        return replace(self, facts=facts, plan=plan, is_final=True)
+
     def with_calibration(self, calibration: Calibration) -> Prepared:
         plan = _plan(self.facts, calibration.measurements, self.settings, self.needs)
         return replace(self, plan=plan, calibration=calibration, is_final=True)
@@ -257,10 +272,16 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
     draft = planned_draft(settings, checkpoint)
     needs = replace(needs, draft=None if draft is None else draft.needs())
     plan = _plan(facts, None, settings, needs)
+    parts = divide_machine(facts, plan.placement.device, settings.data_parallel)
+    if len(parts) > 1:
+        facts = parts[0]
+        plan = _plan(facts, None, settings, needs)
     shapes = checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint.fingerprint
     calibration_file = CalibrationFile(settings.cache_directory, calibration_key(facts, settings, plan, shapes))
     is_final = not plan.steps.calibrate
-    prepared = Prepared(settings, facts, checkpoint, needs, plan, calibration_file, None, is_final, adapters, draft)
+    prepared = Prepared(
+        settings, facts, checkpoint, needs, plan, calibration_file, None, is_final, adapters, draft, parts
+    )
     found = calibration_file.read() if plan.steps.calibrate and settings.calibrate != "on" else None
     return prepared if found is None else prepared.with_calibration(found)
 

@@ -82,6 +82,10 @@ def fallback_to_cpu(choice: DeviceChoice, settings: Settings, refusal: str) -> D
     return DeviceChoice.without_gpu(Decision("cpu", f"{name} is present, but cannot serve these settings. {refusal}"))
 
 
+def suited_gpus(facts: Facts) -> list[CudaDevice]:
+    return [gpu for gpu in facts.cuda if not _unsuitable_gpu_reason(gpu)]
+
+
 def cuda_name(gpu: CudaDevice) -> str:
     """Return the name of a GPU for CUDA: its UUID, or its index if the driver reports none."""
     return gpu.uuid or str(gpu.index)
@@ -230,6 +234,5 @@ def _gpu_reason(best: CudaDevice, facts: Facts, is_auto: bool) -> str:
         return f"The only one: {best.name}{free}."
     return (
         f"Of {format_count(len(facts.cuda), 'GPU')}, the one with the most free memory{free}. "
-        "A process serves on one GPU: start another process "
-        "with its own cuda_device for each of the others."
+        "An engine serves on one GPU: data_parallel starts one on each of several."
     )

@@ -59,6 +59,7 @@ class StepOptions(PlanPart):
     deterministic: Decided[bool] = Decided()
     engine_process: Decided[bool] = Decided()
     api_processes: Decided[int] = Decided()
+    data_parallel: Decided[int] = Decided()
 
 
 API_PROCESS_REASON = (
@@ -84,7 +85,34 @@ def decide_api_processes(settings: Settings) -> Decision[int]:
     return Decision(1, API_PROCESS_REASON)
 
 
+def _data_parallel(settings: Settings, device: str) -> Decision[int]:
+    """Decide the number of engines. Raises `PlanImpossible` for what several engines cannot have in common."""
+    number = settings.data_parallel
+    if number == 1:
+        return Decision(1, "Not asked for: one engine serves the model.")
+    if decide_api_processes(settings).value > 1:
+        raise PlanImpossible(f"data_parallel is {number}, and several API processes are not offered with it yet.")
+    if settings.lora_root is not None:
+        raise PlanImpossible(
+            f"data_parallel is {number}, but lora_root is set: adapters that clients load reach one engine only. List them with lora."
+        )
+    if settings.cuda_device != "auto":
+        raise PlanImpossible(f"data_parallel is {number}, but cuda_device names one GPU: leave it at auto.")
+    each = "a part of the processor's cores and memory" if device == "cpu" else "a GPU"
+    return Decision(
+        number,
+        f"Asked for: so many engines have {each} each. A request goes to the engine with the least to do, where the tokens of its"
+        " prompt that an engine has computed count as done.",
+    )
+
+
 def _engine_process(settings: Settings, device: str) -> Decision[bool]:
+    if settings.data_parallel > 1 and settings.engine_process == "off":
+        raise PlanImpossible(
+            f"engine_process must not be off with data_parallel={settings.data_parallel}: each engine computes in a process."
+        )
+    if settings.data_parallel > 1:
+        return Decision(True, "Each of several engines computes in a process of its own.")
     if decide_api_processes(settings).value > 1:
         if settings.engine_process == "off":
             raise PlanImpossible(
@@ -121,6 +149,7 @@ def decide_step_options(settings: Settings, measurements: Measurements | None, s
         ),
         engine_process=_engine_process(settings, served.device),
         api_processes=decide_api_processes(settings),
+        data_parallel=_data_parallel(settings, served.device),
     )
 
 
