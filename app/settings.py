@@ -356,6 +356,9 @@ class Settings(BaseSettings):
         "auto",
         "Compute in a process of its own, beside the one that serves HTTP; auto: on a GPU, and for each of several models.",
     )
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = setting(
+        "machine", 1, "GPUs among which the heads and MLPs of a model are split.", is_measured=True
+    )
     data_parallel: Annotated[int, Field(ge=1, le=64)] = setting(
         "machine",
         1,

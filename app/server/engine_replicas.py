@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 
 from app.engine.scheduler.prefix_index import block_hashes
 from app.engine.worker import Callbacks, State
-from app.errors import NotReady, RequestError
+from app.errors import ArmatureError, NotReady, RequestError
 from app.messages import Abort, Command, Encode, EngineRequest, Event, Generate, RequestFailed
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
@@ -219,7 +219,10 @@ class EngineReplicas:
         def on_fatal(error: BaseException) -> None:
             self._take_failure(place, error)
 
-        engine.start(Callbacks(on_output, on_fatal))
+        try:
+            engine.start(Callbacks(on_output, on_fatal))
+        except (ArmatureError, OSError) as error:  # its part of the machine is too small, or has no process left
+            on_fatal(error)
 
     async def stop(self, timeout_seconds: float) -> None:
         await asyncio.gather(*(engine.stop(timeout_seconds) for engine in self._engines))

@@ -51,6 +51,7 @@ from app.weights.hub.cache import HubName
 from app.weights.hub.fetch import fetch_or_use_cached
 from app.weights.lora.adapter import ServedAdapters
 from app.weights.open import OpenedModel
+from app.weights.shards import check_shardable, shard_config
 
 if TYPE_CHECKING:
     from app.engine.calibration.measure import CalibrationSubject
@@ -265,6 +266,8 @@ def prepare_start(settings: Settings) -> Prepared | UnfetchedModel:
 
 def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedModel) -> Prepared:
     """Make the plan with the calibration of an earlier start, if one exists and may be used."""
+    if settings.tensor_parallel > 1:
+        check_shardable(checkpoint, settings.tensor_parallel)
     adapters = planned_adapters(settings, checkpoint)
     needs = planned_needs(checkpoint, settings)
     if adapters is not None:
@@ -356,6 +359,8 @@ def measurement_subject(prepared: Prepared) -> CalibrationSubject:
     copies = settings.int8_copy != "off" and int4 is not None and checkpoint.needs().generates
     model = checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint
     assert not isinstance(model, TransformersConfig), "only native engines are measured"
+    if isinstance(model, ModelConfig):
+        model = shard_config(model, settings.tensor_parallel)
     return CalibrationSubject(
         model,
         tuple(plans),

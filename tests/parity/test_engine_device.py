@@ -130,6 +130,15 @@ def test_requests_of_all_kinds_together(llama: Pair) -> None:
     assert served.runner.graphs.num_replayed > 20 and served.num_ahead > 20
 
 
+def test_keys_and_values_in_int8_say_what_a_processor_says_with_them(llama: Pair) -> None:
+    served = DeviceServed(llama.model, kv_dtype=torch.int8).add(*ON_DEVICE).finish()
+    kept = DeviceServed(llama.model).add(*ON_DEVICE).finish()
+    assert served.cache.bytes_per_token < kept.cache.bytes_per_token / 2
+    assert all(served.said[key][:4] == kept.said[key][:4] for key in kept.said), "int8 changes few tokens"
+    served = DeviceServed(llama.model, kv_dtype=torch.int8).add(*REQUESTS).finish()
+    assert served.runner.graphs.num_replayed > 20
+
+
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "repetition": {"repetition_penalty": 1.05},

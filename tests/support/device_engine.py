@@ -58,11 +58,12 @@ class DeviceServed:
         eager: str = "",
         engine: DecoderEngine | None = None,
         speculation: Speculation | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """Build the engine; `engine`: another one takes its place, of a processor."""
         config, backend = model.config, backend or SimulatedDeviceBackend(torch.float32)
         shape = KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim)
-        self.cache = PagedKvCache(shape, backend.dtype, pages, backend.device)
+        self.cache = PagedKvCache(shape, kv_dtype or backend.dtype, pages, backend.device)
         limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)
         self.runner = WatchedRunner(model, self.cache, backend, limits, eager, 0 if speculation is None else 64)
         self.pool = KvSlots(SLOTS, self.cache.capacity_tokens, self.cache.tokens_per_page)

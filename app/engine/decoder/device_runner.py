@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import abc
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -112,12 +113,16 @@ class DeviceForward:
         self.backend = backend
         self.buffer = buffer
         self.adapters: DeviceLoraRows | None = None  # set if the server has LoRA adapters
+        self.has_logits = True  # False if another rank computes them
 
     def logits(
         self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, vectors: TokenVectors | None = None
     ) -> Tensor:
         which = None if sizes.samples == sizes.tokens else views.logit_rows
-        logits = self.model(self._context(views, bounds, which, vectors))
+        context = self._context(views, bounds, which, vectors)
+        if not self.has_logits:
+            return self.model.hidden(context)
+        logits = self.model(context)
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
@@ -286,6 +291,26 @@ class _StepTask:
         return StepBounds(self.sizes.tokens, 1, max(span.end for span in self.batch.spans))
 
 
+class StepObserver(Protocol):
+    """Learns what a runner does to the memory of its device, in this order, before it is done."""
+
+    def moved(self, sources: list[int], targets: list[int]) -> None:
+        """Rows of keys and values are copied."""
+
+    def sent(self, begin: int, words: Tensor, cells: list[int], pages: list[int]) -> None:
+        """`words` of the input block come from word `begin` on, and these pages into these cells of the page tables."""
+
+    def captures(self, shape: GraphShape) -> None: ...
+
+    def replays(self, shape: GraphShape) -> None: ...
+
+    def computes(self, sizes: StepSizes, bounds: StepBounds, vectors: TokenVectors | None, is_whole: bool) -> None:
+        """An eager step is computed; `is_whole`: hidden states of all tokens."""
+
+    def sampled(self, ids: Tensor) -> None:
+        """The ids of a step's rows have been sampled, on the device."""
+
+
 class DeviceDecoderRunner:
     """The decode runner of a device, for the worker thread. `eager`: reason why no step is captured."""
 
@@ -337,10 +362,41 @@ class DeviceDecoderRunner:
         self._copies_done = True  # True once the last batch's copies and releases are done
         self._last_launched: DeviceInFlightStep | None = None
         self._finished_at = 0.0
+        self._observer: StepObserver | None = None
 
     def use_adapters(self, adapters: AdapterSlots) -> None:
         """Let steps add the adapters of their rows; before any step is captured."""
         self._forward.adapters = adapters.device_rows
+
+    # ---- one of several ranks ----------------------------------------------------------------------------------------
+
+    def lead(self, observer: StepObserver) -> None:
+        """Let the observer know of everything that other ranks must do too; before any step."""
+        self._observer, self.kv_cache.moved = observer, observer.moved
+
+    def follow_block(self, begin: int, words: Tensor, cells: list[int], pages: list[int]) -> None:
+        """Do what rank 0 has sent to its device."""
+        self._forward.has_logits = False
+        self._block[begin : begin + len(words)].copy_(words)
+        if cells:
+            self._update_tables(cells, pages)
+
+    def follow_shape(self, shape: GraphShape) -> None:
+        if shape in self.graphs.captured:
+            self.graphs.replay(shape)
+        else:
+            self._compute_shape(shape)
+
+    def follow_step(self, sizes: StepSizes, bounds: StepBounds, vectors: TokenVectors | None, is_whole: bool) -> None:
+        if is_whole:
+            self._forward.hidden(self._views(sizes), bounds, self._on_device(vectors))
+        else:
+            self._forward.logits(self._views(sizes), sizes, bounds, self._on_device(vectors))
+
+    def sampled_ids(self, num_rows: int) -> Tensor:
+        return self._ids[:num_rows]
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> DeviceInFlightStep:
         """Launch a step on the device and return without waiting. A released page may be the source of a copy."""
@@ -395,8 +451,11 @@ class DeviceDecoderRunner:
         )
 
     def survives(self, error: Exception) -> bool:
-        """Return True if the backend survives the error and the batch's copies and releases were completed."""
-        return self.backend.recover_from_oom(error) and self._copies_done
+        """Return True if the backend survives the error and the batch's copies and releases were completed.
+
+        Other ranks would wait for what this one has not computed.
+        """
+        return self._observer is None and self.backend.recover_from_oom(error) and self._copies_done
 
     def capture(self, shape: GraphShape) -> None:
         """Capture a step of this shape with padding rows only, preserving the ids of the previous step."""
@@ -407,6 +466,8 @@ class DeviceDecoderRunner:
             fill_step(views, (), (), self._layout, shape.decodes)
             fill_logit_rows(views, ())
             self._send(buffer, block_size(sizes), SamplingMode.GREEDY)
+            if self._observer is not None:
+                self._observer.captures(shape)
             self.graphs.capture(shape)
             if not self.graphs.captured:
                 self._logits = None
@@ -474,6 +535,8 @@ class DeviceDecoderRunner:
         self._send(buffer, block_size(sizes), mode)
         logits, scores = self._compute(task)
         report, host_rows = self._sample(task, logits, buffer, mode)
+        if self._observer is not None and task.rows:
+            self._observer.sampled(self.sampled_ids(len(task.rows)))
         ids = buffer.ids[: len(task.rows)]
         if len(ids):
             ids.copy_(self._ids[: len(ids)], non_blocking=True)
@@ -484,38 +547,36 @@ class DeviceDecoderRunner:
         """Copy the input block, of `count` words behind the sampling parameters, and the updates of page tables."""
         begin = self._inputs_start if mode is SamplingMode.GREEDY else 0
         count += self._inputs_start
-        if not self._table_updates:
-            self._block[begin:count].copy_(buffer.block[begin:count], non_blocking=True)
-            return
-        cells, pages, tables = (
-            list(self._table_updates),
-            list(self._table_updates.values()),
-            self.kv_cache.tables.view(-1),
-        )
+        cells, pages = list(self._table_updates), list(self._table_updates.values())
+        if self._observer is not None:
+            self._observer.sent(begin, buffer.block[begin:count], cells, pages)
         num_sent = len(cells) if len(cells) <= MAX_TABLE_UPDATES else 0
         for view, values in zip(table_update_views(buffer.block[count:], num_sent), (cells, pages), strict=True):
             view.numpy()[:] = values[:num_sent]
         end = count + table_update_size(num_sent)
         self._block[begin:end].copy_(buffer.block[begin:end], non_blocking=True)
         if num_sent:
-            tables.index_copy_(0, *table_update_views(self._block[count:], num_sent))
-        else:  # rare; these copies may wait for the device
-            device = tables.device
-            tables.index_copy_(
-                0, torch.tensor(cells, device=device), torch.tensor(pages, dtype=torch.int32, device=device)
-            )
+            self.kv_cache.tables.view(-1).index_copy_(0, *table_update_views(self._block[count:], num_sent))
+        elif cells:  # rare; these copies may wait for the device
+            self._update_tables(cells, pages)
         self._table_updates.clear()
+
+    def _update_tables(self, cells: list[int], pages: list[int]) -> None:
+        tables = self.kv_cache.tables.view(-1)
+        device = tables.device
+        tables.index_copy_(0, torch.tensor(cells, device=device), torch.tensor(pages, dtype=torch.int32, device=device))
 
     def _compute(self, task: _StepTask) -> tuple[Tensor, list[SpanScores]]:
         """Compute a step. Return the logits [rows, vocab], and scores of prompts."""
         if task.shape is not None:
+            if self._observer is not None:
+                self._observer.replays(task.shape)
             self.graphs.replay(task.shape)
             assert self._logits is not None, "a captured step writes its logits"
             return self._logits[: len(task.rows)], []
-        views, scores, vectors = self._views(task.sizes), list[SpanScores](), task.vectors
-        if vectors is not None:
-            device = self._block.device
-            vectors = replace(vectors, rows=vectors.rows.to(device), values=vectors.values.to(device))
+        views, scores, vectors = self._views(task.sizes), list[SpanScores](), self._on_device(task.vectors)
+        if self._observer is not None:
+            self._observer.computes(task.sizes, task.bounds, task.vectors, bool(task.batch.scored))
         if task.batch.scored:
             hidden = self._forward.hidden(views, task.bounds, vectors)
             scores = score_prompts(task.batch, hidden, self._forward.logits_of)
@@ -524,6 +585,12 @@ class DeviceDecoderRunner:
             logits = self._forward.logits(views, task.sizes, task.bounds, vectors)
         return logits[: len(task.rows)], scores
 
+    def _on_device(self, vectors: TokenVectors | None) -> TokenVectors | None:
+        if vectors is None:
+            return None
+        device = self._block.device
+        return replace(vectors, rows=vectors.rows.to(device), values=vectors.values.to(device))
+
     def _views(self, sizes: StepSizes) -> StepViews[Tensor]:
         return block_views(self._block[self._inputs_start :], sizes)
 
@@ -531,6 +598,8 @@ class DeviceDecoderRunner:
         """Compute a step of a captured shape. The work depends only on the input block."""
         sizes = shape.sizes
         logits = self._forward.logits(self._views(sizes), sizes, StepBounds.of_shape(shape))
+        if not self._forward.has_logits:
+            return
         if self._logits is None:
             vocab_size = logits.shape[1]
             rows = min(self.shapes.largest.samples, max(len(logits), GRAPHS_BYTES // (8 * vocab_size)))

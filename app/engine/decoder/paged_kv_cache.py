@@ -7,7 +7,7 @@ holds the tensors: memory, page tables that kernels read, and copies within the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.scheduler.batch import KvCopy, ScheduledSpan, Sequence
-from armature_kernels.attention.attention import KvRows, KvSegment, token_bytes
+from armature_kernels.attention.attention import KvSegment, token_bytes, view_kv_rows
 from armature_kernels.attention.paged import PAGE_TOKENS
 
 PADDING_PAGE = 0  # the page that no slot owns; padding rows are written to it
@@ -180,7 +180,6 @@ class PagedKvCache:
 
     def __init__(self, shape: KvShape, dtype: torch.dtype, num_pages: int, device: torch.device) -> None:
         """Allocate memory for `num_pages` pages of `tokens_per_page` tokens and the page tables on the device."""
-        assert dtype.is_floating_point, "pages hold floating-point keys and values, not quantized ones"
         self.shape = shape
         self.dtype = dtype
         self.token_bytes = token_bytes(shape.num_kv_heads, shape.head_dim, dtype)  # bytes of one layer
@@ -191,13 +190,14 @@ class PagedKvCache:
         self._pages = PageTables(shape.num_slots, shape.max_len, num_pages)
         self.stride = self._pages.max_pages * PAGE_TOKENS
         # The memory is zeroed, because a kernel may multiply masked values by zero, and zero times NaN is NaN.
-        size = ((num_pages + 1) * PAGE_TOKENS, 2 * shape.num_kv_heads * shape.head_dim)
-        self._memory = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-        self.layers = [_layer(memory, shape, self.token_bytes) for memory in self._memory]
+        size = ((num_pages + 1) * PAGE_TOKENS, self.token_bytes)
+        self._memory = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(shape.num_layers)]
+        self.layers = [view_kv_rows(one, shape.num_kv_heads, shape.head_dim, dtype) for one in self._memory]
         # The table has one more row than there are slots. A padding sequence has slot `num_slots`, whose entries
         # are all page 0.
         self.tables = torch.zeros((shape.num_slots + 1, self._pages.max_pages), dtype=torch.int32, device=device)
         self._requested_moves: list[RowMoves] = []  # row moves that were requested and are not yet expanded to layers
+        self.moved: Callable[[list[int], list[int]], None] = lambda sources, targets: None  # called before each move
         # moves that are not yet done: memory of a layer, rows to read, rows to write
         self._moves: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -210,10 +210,10 @@ class PagedKvCache:
 
     def apply_copies(self, copies: Items[KvCopy], released: Iterable[tuple[int, int, int]]) -> None:
         """Do the copies, as if one after the other, and then the releases of a batch, before its spans."""
-        self._move(self._pages.apply_copies(copies, released))
+        self.move(self._pages.apply_copies(copies, released))
 
     def written_rows(self, spans: Items[ScheduledSpan]) -> list[int]:
-        self._move(self._pages.prepare_tables(spans))
+        self.move(self._pages.prepare_tables(spans))
         return self._pages.written_rows(spans)
 
     def take_updates(self) -> tuple[list[int], list[int]]:
@@ -237,9 +237,10 @@ class PagedKvCache:
         """Give back the whole pages among positions `[start, end)`; the last one too if `end` is `max_len`."""
         self.apply_copies((), ((slot, start, end),))
 
-    def _move(self, moves: RowMoves) -> None:
+    def move(self, moves: RowMoves) -> None:
         """Do row moves in every layer; moves that failed for lack of memory are done first in the next call."""
         if moves[0]:
+            self.moved(*moves)
             self._requested_moves.append(moves)
         while self._requested_moves:
             self._moves += self._layer_moves(*self._requested_moves[0])
@@ -256,11 +257,6 @@ class PagedKvCache:
         # Split the moves into parts, but only if no part writes rows that a later part reads.
         together = len(sources) if _pages_of_rows(sources) & _pages_of_rows(targets) else _MAX_MOVED_ROWS
         return [(memory, read, written) for memory in self._memory for read, written in torch.split(rows, together, 1)]
-
-
-def _layer(memory: Tensor, shape: KvShape, token_bytes: int) -> KvRows:
-    rows = memory.view(-1, 2, shape.num_kv_heads, shape.head_dim)
-    return KvRows(rows[:, 0], rows[:, 1], token_bytes)
 
 
 def _pages_of_rows(rows: list[int]) -> set[int]:

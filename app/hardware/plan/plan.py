@@ -13,7 +13,7 @@ from app.hardware.facts import CudaDevice, Facts, Needs, to_json_value
 from app.hardware.plan import capacity, devices, memory_budget, speed
 from app.hardware.plan import threads as parallel
 from app.hardware.plan.capacity import MemoryCapacity
-from app.hardware.plan.devices import DEVICE_KERNELS, DeviceChoice, DevicePlan
+from app.hardware.plan.devices import DEVICE_KERNELS, DeviceChoice, DevicePlan, needs_of_rank
 from app.hardware.plan.engine import BY_TRANSFORMERS, decide_engine
 from app.hardware.plan.memory_budget import MemoryDemand
 from app.hardware.plan.precision import (
@@ -96,6 +96,8 @@ def _data_parallel(settings: Settings, device: str) -> Decision[int]:
         raise PlanImpossible(
             f"data_parallel is {number}, but lora_root is set: adapters that clients load reach one engine only. List them with lora."
         )
+    if settings.tensor_parallel > 1:
+        raise PlanImpossible(f"data_parallel is {number}, and tensor_parallel is not offered with it yet.")
     if settings.cuda_device != "auto":
         raise PlanImpossible(f"data_parallel is {number}, but cuda_device names one GPU: leave it at auto.")
     each = "a part of the processor's cores and memory" if device == "cpu" else "a GPU"
@@ -460,6 +462,8 @@ def _plan_on(
     recipes: Collection[RecipeKey],
 ) -> ServingPlan:
     kind = choice.plan.device
+    if needs is not None and settings.tensor_parallel > 1:
+        needs = needs_of_rank(needs, settings.tensor_parallel)
     device = memory_budget.find_device_memory(facts, settings, kind, choice.gpu)
     kernels = software.decide_native_kernels(facts) if device is None else devices.decide_device_kernels(kind)
     by_library = decide_engine(settings, needs, kind).value == "transformers"
