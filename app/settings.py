@@ -554,11 +554,11 @@ class Settings(BaseSettings):
         "tuning",
         None,
         "Directory in which keys and values of prompts are kept and found again after a restart; they can be read back as"
-        " text, so only this user may enter it. Nothing is kept if not given.",
+        " text, so only this user may enter it; memory, on an NVIDIA GPU: the host's memory. Nothing is kept if not given.",
         generates_only=True,
     )
     prompt_cache_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = setting(
-        "tuning", 8 * 2**30, "Most that the files of the prompt cache may take, such as 8GiB."
+        "tuning", 8 * 2**30, "Most that the prompt cache may take, such as 8GiB."
     )
     deterministic: Literal["off", "on"] = setting(
         "tuning",

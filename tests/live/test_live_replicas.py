@@ -40,7 +40,7 @@ def test_both_engines_answer_alike(two: LiveServer) -> None:
     before = given(two)
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: two.generate(max_tokens=24).json(), range(8)))
-    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    assert len({answer["text"] for answer in answers}) == 1
     assert all(now > earlier for now, earlier in zip(given(two), before, strict=True)), "one engine got everything"
     assert two.client.get("/info").json()["plan"]["data_parallel"]["value"] == 2
     assert [two.metric("armature_engine_ready", engine=str(place)) for place in range(2)] == [1, 1]

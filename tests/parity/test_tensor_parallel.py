@@ -16,7 +16,7 @@ from device_engine import MAX_LEN, DeviceServed, prompt_of, request_of
 from loaded_models import load
 from ranks import several
 from served_families import SERVED, write_family
-from tiny_checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint, write_tokenizer
 
 SHARED = prompt_of(70, 0)
 REQUESTS = [
@@ -29,8 +29,15 @@ REQUESTS = [
 ]
 
 
+# Fused products; biases; norms of heads; norms after the branches, windows and soft caps.
+OTHERS = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Phi3ForCausalLM"])
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaForCausalLM", "Phi3ForCausalLM", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)],
+)
 def test_two_ranks_say_what_one_device_says(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, name, seed=11)
     alone = DeviceServed(load(tmp_path, max_model_len=MAX_LEN, device="cuda")).add(*REQUESTS).finish()
@@ -59,9 +66,10 @@ def test_two_ranks_say_what_one_device_says(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(name: str, ranks: int, words: str, tmp_path: Path) -> None:
-    if name in SERVED:
-        write_family(tmp_path, name, SERVED[name])
-    else:
+    if name == "LlamaForCausalLM":
         write_checkpoint(tmp_path, name, seed=11)
+    else:
+        write_family(tmp_path, name, SERVED[name])
+        write_tokenizer(tmp_path)
     with pytest.raises(PlanImpossible, match=words):
         check_shardable(open_checkpoint(tmp_path), ranks)

@@ -103,6 +103,13 @@ def build_device_decoder_engine(
         warm_up_device_decoder(runner, limits.max_batch_tokens)
     pool = KvSlots(kv_cache.shape.num_slots, kv_cache.capacity_tokens, kv_cache.tokens_per_page)
     engine = _decoder_engine(request, runner, pool, speculation)
+    if plan.steps.prompt_cache is not None:
+        from app.engine.decoder.host_prefixes import HostPrefixes
+
+        store = HostPrefixes(
+            kv_cache, request.step_time_model, plan.steps.prompt_cache_bytes, engine.scheduler.take_moves
+        )
+        engine.scheduler.prefix_store, pool.on_cut = store, store.spill
     engine.adapters = adapters
     return BuiltEngine(engine, runner, model, backend)
 

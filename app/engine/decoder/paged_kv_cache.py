@@ -71,7 +71,7 @@ class PageTables:
         self._release(released, {row // PAGE_TOKENS for rows in sources for row in rows})
         moves: dict[int, int] = {}  # keyed by target, because a later copy to the same row replaces an earlier one
         for copy, rows in zip(copies, sources, strict=True):
-            moves.update(zip(self._own_rows(copy.target, copy.start, copy.end, allocate=True), rows, strict=True))
+            moves.update(zip(self.own_rows(copy.target, copy.start, copy.end, allocate=True), rows, strict=True))
         return list(moves.values()), list(moves)
 
     def prepare_tables(self, spans: Iterable[ScheduledSpan]) -> RowMoves:
@@ -85,8 +85,8 @@ class PageTables:
             shared = span.prefix_tokens if span.prefix_slot is not None else 0
             whole = shared // PAGE_TOKENS * PAGE_TOKENS
             if whole < shared and span.prefix_slot is not None:
-                sources += self._own_rows(span.prefix_slot, whole, shared)
-                targets += self._own_rows(span.slot, whole, shared, allocate=True)
+                sources += self.own_rows(span.prefix_slot, whole, shared)
+                targets += self.own_rows(span.slot, whole, shared, allocate=True)
             self._make_table(span, shared // PAGE_TOKENS)
             self._owners[span.slot] = owner
         return sources, targets
@@ -96,7 +96,7 @@ class PageTables:
         rows: list[int] = []
         for span in spans:
             assert span.start >= span.prefix_tokens, "a step never writes into a prefix that others share"
-            rows += self._own_rows(span.slot, span.start, span.end, allocate=True)
+            rows += self.own_rows(span.slot, span.start, span.end, allocate=True)
         return rows
 
     def pages(self, slot: int, end: int) -> list[int]:
@@ -108,7 +108,7 @@ class PageTables:
         self._changed.clear()
         return changed, [self._tables[at // self.max_pages][at % self.max_pages] for at in changed]
 
-    def _own_rows(self, slot: int, start: int, end: int, allocate: bool = False) -> list[int]:
+    def own_rows(self, slot: int, start: int, end: int, allocate: bool = False) -> list[int]:
         """Return the rows of positions `[start, end)`, all on private pages. `allocate` adds missing pages."""
         own = self._own[slot]
         rows: list[int] = []
@@ -154,7 +154,7 @@ class PageTables:
     def _rows_before(self, earlier: Items[KvCopy], positions: SlotRange) -> list[int]:
         """Return the rows that hold these positions before any copy of the batch; they exist after `earlier`."""
         return [
-            row for slot, start, end in _original_ranges(earlier, positions) for row in self._own_rows(slot, start, end)
+            row for slot, start, end in _original_ranges(earlier, positions) for row in self.own_rows(slot, start, end)
         ]
 
 
@@ -210,10 +210,30 @@ class PagedKvCache:
 
     def apply_copies(self, copies: Items[KvCopy], released: Iterable[tuple[int, int, int]]) -> None:
         """Do the copies, as if one after the other, and then the releases of a batch, before its spans."""
-        self.move(self._pages.apply_copies(copies, released))
+        self.move_rows(self._pages.apply_copies(copies, released))
+
+    def read_block(self, rows: Tensor, slot: int, prefix_slot: int | None, prefix_tokens: int, start: int) -> None:
+        """Copy the tokens from position `start` on of a slot to `rows`, as many as fit.
+
+        `rows` is uint8 [layers * tokens * token_bytes] in host memory. Positions below `prefix_tokens` are in `prefix_slot`.
+        """
+        block = rows.view(self.shape.num_layers, -1, self.token_bytes)
+        end = start + block.shape[1]
+        border = start if prefix_slot is None else min(max(prefix_tokens, start), end)
+        shared = [] if prefix_slot is None else self._pages.own_rows(prefix_slot, start, border)
+        read = torch.tensor([*shared, *self._pages.own_rows(slot, border, end)]).to(self.tables.device)
+        for layer, memory in enumerate(self._memory):
+            block[layer].copy_(memory.index_select(0, read))
+
+    def write_block(self, rows: Tensor, slot: int, start: int, first: int, end: int) -> None:
+        """Store the tokens of positions `[first, end)` of `rows`, whose first token has position `start`, in a slot."""
+        block = rows.view(self.shape.num_layers, -1, self.token_bytes)[:, first - start : end - start]
+        written = torch.tensor(self._pages.own_rows(slot, first, end, allocate=True)).to(self.tables.device)
+        for memory, part in zip(self._memory, block, strict=True):
+            memory.index_copy_(0, written, part.to(memory.device))
 
     def written_rows(self, spans: Items[ScheduledSpan]) -> list[int]:
-        self.move(self._pages.prepare_tables(spans))
+        self.move_rows(self._pages.prepare_tables(spans))
         return self._pages.written_rows(spans)
 
     def take_updates(self) -> tuple[list[int], list[int]]:
@@ -237,7 +257,7 @@ class PagedKvCache:
         """Give back the whole pages among positions `[start, end)`; the last one too if `end` is `max_len`."""
         self.apply_copies((), ((slot, start, end),))
 
-    def move(self, moves: RowMoves) -> None:
+    def move_rows(self, moves: RowMoves) -> None:
         """Do row moves in every layer; moves that failed for lack of memory are done first in the next call."""
         if moves[0]:
             self.moved(*moves)

@@ -156,7 +156,7 @@ def follow(runner: DeviceDecoderRunner, connection: Connection) -> None:
 def _follow(runner: DeviceDecoderRunner, message: RankMessage) -> None:
     match message:
         case RowsMoved(sources, targets):
-            runner.kv_cache.move((sources, targets))
+            runner.kv_cache.move_rows((sources, targets))
         case BlockSent(begin, words, cells, pages):
             runner.follow_block(begin, torch.frombuffer(bytearray(words), dtype=torch.int64), cells, pages)
         case ShapeCaptured(shape):

@@ -62,6 +62,7 @@ class StepOptions(PlanPart):
     data_parallel: Decided[int] = Decided()
 
 
+HOST_MEMORY = "memory"  # as `prompt_cache`, in place of a folder
 API_PROCESS_REASON = (
     "One process writes more tokens per second than most engines make; each further one takes a core and has a tokenizer of"
     " its own."
@@ -298,10 +299,22 @@ def _draft_model(settings: Settings, served: StepOptionInputs) -> Decision[str |
 def _prompt_cache(settings: Settings, served: StepOptionInputs) -> Decision[str | None]:
     if settings.prompt_cache is None:
         return Decision(None, "Not asked for: prefixes are cached in memory only.")
+    in_memory = str(settings.prompt_cache) == HOST_MEMORY
+    if in_memory and served.device == "cuda" and settings.tensor_parallel == 1:
+        return Decision(
+            HOST_MEMORY,
+            "Asked for: keys and values that leave the GPU's memory are kept in the host's, and copied back where that is faster than"
+            " computing.",
+        )
+    if in_memory:
+        raise PlanImpossible(
+            f"prompt_cache is {HOST_MEMORY}, which is for one NVIDIA GPU: give a folder, or leave it out, since prefixes are in"
+            " memory anyway."
+        )
     if served.device != "cpu":
         raise PlanImpossible(
-            "prompt_cache is set, but keys and values in a GPU's memory are not kept: leave it out, or serve on the processor "
-            "(device=cpu)."
+            f"prompt_cache is a folder, but keys and values of a GPU are kept in the host's memory only: set it to {HOST_MEMORY},"
+            " leave it out, or serve on the processor (device=cpu)."
         )
     return Decision(
         str(settings.prompt_cache.expanduser()),
