@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
-
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
 
 from app.engine.scheduler.prefix_index import block_hashes
 from app.engine.worker import Callbacks, State
 from app.errors import ArmatureError, NotReady, RequestError
 from app.messages import Abort, Command, Encode, EngineRequest, Event, Generate, RequestFailed
+from app.metrics.gauges import gauges_of_engines
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
 from app.metrics.step_monitor import StepRecorder
@@ -50,19 +48,19 @@ class EngineLoad:
     def num_tokens(self) -> int:
         return sum(self._tokens.values())
 
-    def uncached(self, request: EngineRequest) -> int:
-        """Return the number of a request's tokens of which no earlier request here had the same beginning."""
-        num_tokens, num_known = _num_tokens(request), 0
-        for end, block in _blocks(request):
+    def num_known(self, blocks: Sequence[tuple[int, int]]) -> int:
+        """Return how many of a request's first tokens an earlier request here had too."""
+        known = 0
+        for end, block in blocks:
             if block not in self._blocks:
                 break
-            num_known = end
-        return num_tokens - num_known
+            known = end
+        return known
 
-    def begin(self, request: EngineRequest) -> None:
-        self._tokens[request.request_id] = self.uncached(request) + REQUEST_TOKENS
+    def begin(self, request: EngineRequest, blocks: Sequence[tuple[int, int]]) -> None:
+        self._tokens[request.request_id] = _num_tokens(request) - self.num_known(blocks) + REQUEST_TOKENS
         self.requests.note_command(request)
-        for _, block in _blocks(request):
+        for _, block in blocks:
             self._blocks.pop(block, None)
             self._blocks[block] = None
         while len(self._blocks) > MAX_BLOCKS:
@@ -86,11 +84,12 @@ class EngineLoad:
         return lost
 
 
-def _blocks(request: EngineRequest) -> Iterator[tuple[int, int]]:
+def prompt_blocks(request: EngineRequest) -> list[tuple[int, int]]:
+    """Return the end and the hash of each block of a prompt; none for requests without one."""
     if not isinstance(request, Generate):
-        return iter(())
-    scope: Hashable = (request.adapter, request.cache_salt)
-    return block_hashes(request.token_ids, len(request.token_ids), scope)
+        return []
+    scope = (request.adapter, request.cache_salt)
+    return list(block_hashes(request.token_ids, len(request.token_ids), scope))
 
 
 def _num_tokens(request: EngineRequest) -> int:
@@ -137,7 +136,7 @@ class EngineReplicas:
             "engine_requests", "Requests that each of several engines was given.", "engine"
         )
         self._ends = metrics.counter("engine_ends", "Ends of each of several engines that nobody asked for.", "engine")
-        metrics.gauges(self._gauges)
+        metrics.gauges(lambda: gauges_of_engines([(one.state == "ready", one.snapshot) for one in self._engines]))
 
     @staticmethod
     def _recipe_of(make_recipe: MakeRecipe, place: int) -> Callable[[], HostRecipe]:
@@ -191,9 +190,10 @@ class EngineReplicas:
         ready = [place for place, engine in enumerate(self._engines) if engine.state == "ready"]
         if not ready:
             raise NotReady(f"No engine is ready: {self.stage}.")
-        place = min(ready, key=lambda one: self._loads[one].num_tokens + self._loads[one].uncached(request))
+        blocks = prompt_blocks(request)
+        place = min(ready, key=lambda one: self._loads[one].num_tokens - self._loads[one].num_known(blocks))
         self._engines[place].put(request)
-        self._loads[place].begin(request)
+        self._loads[place].begin(request, blocks)
         self._requests.labels(str(place)).inc()
 
     def read_adapter(self, path: str, slot: int) -> None:
@@ -269,21 +269,6 @@ class EngineReplicas:
             log.error(
                 "engine %d is not started any more, and %d others serve: %s", place, len(self._engines) - 1, error
             )
-
-    # ---- metrics -----------------------------------------------------------------------------------------------------
-
-    def _gauges(self) -> Iterator[Metric]:
-        rows: Sequence[tuple[str, str, Callable[[EngineProcess], float]]] = (
-            ("ready", "1 while this one of several engines serves, else 0.", lambda one: one.state == "ready"),
-            ("requests_running", "Requests that each engine computes.", lambda one: one.snapshot.num_running),
-            ("requests_waiting", "Requests that wait in each engine.", lambda one: one.snapshot.num_waiting),
-            ("kv_cache_usage_ratio", "Each engine's used KV memory.", lambda one: one.snapshot.kv_usage_ratio),
-        )
-        for name, help_text, read in rows:
-            family = GaugeMetricFamily(f"armature_engine_{name}", help_text, labels=("engine",))
-            for place, engine in enumerate(self._engines):
-                family.add_metric((str(place),), read(engine))
-            yield family
 
 
 def merge_snapshots(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:

@@ -12,7 +12,7 @@ import pytest
 from app.errors import StepFailed
 from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished
 from app.metrics.steps import EngineSnapshot, StateUsage
-from app.server.engine_replicas import REQUEST_TOKENS, EngineLoad, EngineReplicas, merge_snapshots
+from app.server.engine_replicas import REQUEST_TOKENS, EngineLoad, EngineReplicas, merge_snapshots, prompt_blocks
 from app.settings import DEMO_DIRECTORY
 from tests.live.live_server import LiveServer, live, until
 from tests.live.test_live_engine_process import open_stream
@@ -78,22 +78,28 @@ def request(name: str, *token_ids: int, n: int = 1) -> Generate:
 
 def test_the_load_of_an_engine() -> None:
     load, prompt = EngineLoad(), tuple(range(100))
-    assert load.uncached(request("a", *prompt)) == 100
-    load.begin(request("a", *prompt, n=2))
+
+    def known(*token_ids: int) -> int:
+        return load.num_known(prompt_blocks(request("", *token_ids)))
+
+    def begin(asked: Generate) -> None:
+        load.begin(asked, prompt_blocks(asked))
+
+    assert known(*prompt) == 0
+    begin(request("a", *prompt, n=2))
     assert load.num_tokens == 100 + REQUEST_TOKENS
-    assert load.uncached(request("b", *prompt[:64], 7, 8)) == 2, "the first 64 tokens are known"
-    assert load.uncached(request("b", 7, *prompt[1:])) == 100
+    assert (known(*prompt[:64], 7, 8), known(7, *prompt[1:])) == (64, 0)
     load.note(SequenceFinished("a", 0, "stop"))
     assert load.num_tokens, "its other choice is open"
     load.note(SequenceFinished("a", 1, "stop"))
     assert load.num_tokens == 0
-    load.begin(request("c", 1))
+    begin(request("c", 1))
     load.note(Abort("c"))
-    load.begin(request("d", 1))
+    begin(request("d", 1))
     load.note(RequestFailed("d", StepFailed("It failed.")))
     assert load.num_tokens == 0
-    load.begin(request("e", 1))
-    assert (load.lose(), load.num_tokens, load.uncached(request("b", *prompt))) == (["e"], 0, 100)
+    begin(request("e", 1))
+    assert (load.lose(), load.num_tokens, known(*prompt)) == (["e"], 0, 0)
 
 
 def test_the_state_of_several_engines() -> None:

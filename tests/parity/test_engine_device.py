@@ -135,7 +135,7 @@ def test_requests_of_all_kinds_together(llama: Pair) -> None:
 def test_keys_and_values_in_int8_say_what_a_processor_says_with_them(llama: Pair) -> None:
     served = DeviceServed(llama.model, kv_dtype=torch.int8).add(*ON_DEVICE).finish()
     kept = DeviceServed(llama.model).add(*ON_DEVICE).finish()
-    assert served.cache.bytes_per_token < kept.cache.bytes_per_token / 2
+    assert served.cache.bytes_per_token <= kept.cache.bytes_per_token / 2
     assert all(served.said[key][:4] == kept.said[key][:4] for key in kept.said), "int8 changes few tokens"
     served = DeviceServed(llama.model, kv_dtype=torch.int8).add(*REQUESTS).finish()
     assert served.runner.graphs.num_replayed > 20

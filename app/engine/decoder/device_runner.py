@@ -291,7 +291,7 @@ class _StepTask:
         return StepBounds(self.sizes.tokens, 1, max(span.end for span in self.batch.spans))
 
 
-class StepObserver(Protocol):
+class DeviceObserver(Protocol):
     """Learns what a runner does to the memory of its device, in this order, before it is done."""
 
     def moved(self, sources: list[int], targets: list[int]) -> None:
@@ -362,7 +362,7 @@ class DeviceDecoderRunner:
         self._copies_done = True  # True once the last batch's copies and releases are done
         self._last_launched: DeviceInFlightStep | None = None
         self._finished_at = 0.0
-        self._observer: StepObserver | None = None
+        self._observer: DeviceObserver | None = None
 
     def use_adapters(self, adapters: AdapterSlots) -> None:
         """Let steps add the adapters of their rows; before any step is captured."""
@@ -370,7 +370,7 @@ class DeviceDecoderRunner:
 
     # ---- one of several ranks ----------------------------------------------------------------------------------------
 
-    def lead(self, observer: StepObserver) -> None:
+    def lead(self, observer: DeviceObserver) -> None:
         """Let the observer know of everything that other ranks must do too; before any step."""
         self._observer, self.kv_cache.moved = observer, observer.moved
 

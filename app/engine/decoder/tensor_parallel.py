@@ -117,7 +117,7 @@ RankMessage = RowsMoved | BlockSent | ShapeCaptured | ShapeComputed | StepComput
 
 
 class RankLeader:
-    """The other ranks, as rank 0 sees them. It implements `StepObserver`."""
+    """The other ranks, as rank 0 sees them. It implements `DeviceObserver`."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self._connections = connections

@@ -49,8 +49,10 @@ class DeviceChoice:
     @classmethod
     def without_gpu(cls, device: Decision[str]) -> DeviceChoice:
         reason = "No NVIDIA GPU is used."
-        none = Decision(None, reason), Decision(None, reason)
-        return cls(DevicePlan(device, *none, Decision(1, reason), Decision((), reason)))
+        plan = DevicePlan(
+            device, Decision(None, reason), Decision(None, reason), Decision(1, reason), Decision((), reason)
+        )
+        return cls(plan)
 
 
 def choose_device(

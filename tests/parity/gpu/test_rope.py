@@ -94,12 +94,11 @@ def test_keys_and_values_in_int8_are_those_of_the_reference(dtype: torch.dtype, 
     rows = torch.tensor([4, 9, 6], device=gpu)
     turn.apply_rope_and_write_kv(heads, found, rows)
     expected.write(rows, key, value)
-    for one, twin in zip(
-        (found.key_scales, found.value_scales), (expected.key_scales, expected.value_scales), strict=True
-    ):
-        torch.testing.assert_close(one, twin, equal_nan=True)
+    rtol = 2**-7 if dtype == torch.bfloat16 else 1e-6  # a turned key may round to its neighbour
+    for one, twin in ((found.key_scales, expected.key_scales), (found.value_scales, expected.value_scales)):
+        torch.testing.assert_close(one, twin, rtol=rtol, atol=0, equal_nan=True)
     for one, twin in ((found.keys, expected.keys), (found.values, expected.values)):
-        assert (one.int() - twin.int()).abs().max() <= 1, "a code at the border may round to its neighbour"
+        assert (one.int() - twin.int()).abs().max() <= (2 if dtype == torch.bfloat16 else 1)
 
 
 def test_bad_values_stay_in_their_head(gpu: torch.device) -> None:
