@@ -225,6 +225,13 @@ def test_how_a_gpu_makes_its_steps(recorded: Recorded, llama_1b: Needs) -> None:
         chosen(recorded("mac-m4-pro"), llama_1b, compile="on", device="mps")
 
 
+def test_keys_and_values_in_int8_on_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
+    exact, codes = (chosen(recorded("h200"), llama_1b, device="cuda", kv_precision=one) for one in ("auto", "int8"))
+    assert (exact.weights.kv_precision, codes.weights.kv_precision) == ("bf16", "int8")
+    with pytest.raises(PlanImpossible, match="kv_precision is int8, but on mps"):
+        chosen(recorded("mac-m4-pro"), llama_1b, device="mps", precision="bf16", kv_precision="int8")
+
+
 def test_prompts_are_not_kept_from_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
     with pytest.raises(PlanImpossible, match="keys and values of a GPU are kept in the host's memory only"):
         chosen(recorded("h200"), llama_1b, prompt_cache="/kept", device="cuda")
