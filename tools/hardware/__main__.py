@@ -44,7 +44,7 @@ _SMALL = {
     "num_attention_heads": 4,
     "vocab_size": 512,
 }
-_SMALL_HEADS = {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024}
+_SMALL_HEADS = {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 640}
 SMALL_LLAMA = PublishedModel("small-llama", "a small Llama", {**LLAMA_1B.config, **_SMALL, **_SMALL_HEADS})
 SMALL_BERT = PublishedModel("small-bert", "a small BERT", {**BERT_LARGE.config, **_SMALL})
 DOCUMENT = ROOT / "docs" / "hardware.md"

@@ -56,7 +56,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--simulated", action="store_true", help="few steps on the simulated device of the tests")
     asked = parser.parse_args()
-    settings = Settings(model=str(asked.model), calibrate="off", precision="bf16", speculation="off")
+    few = {"max_batch_tokens": 256, "max_running_seqs": 8} if asked.simulated else {}  # and so few shapes of steps
+    settings = Settings(model=str(asked.model), calibrate="off", precision="bf16", speculation="off", **few)
     prepared = simulated(settings) if asked.simulated else prepare(settings)
     os.environ.update(prepared.plan.environment())  # before torch is imported
     asked.json.write_text(json.dumps(measured(prepared, asked.rows, 8 if asked.simulated else STEPS)), encoding="utf-8")
