@@ -19,6 +19,7 @@ from itertools import count
 from typing import Any, cast
 
 from app.api.access import header
+from app.api.application import create_app
 from app.api.routing import ApiCall, ApiRuntime, Models, ModelState, ServedEntry, Task, default_model
 from app.api.server.load_report import ASKED
 from app.engine.worker import SWITCH_SECONDS
@@ -47,7 +48,6 @@ from app.server.api_messages import (
     SettleTokens,
     SharedCounts,
 )
-from app.server.app import create_app
 from app.server.channel import Channel, ClientHello, Output, Pickled
 from app.server.listeners import Listeners
 from app.server.log_output import log_to_stderr

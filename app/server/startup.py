@@ -430,7 +430,7 @@ class ModelFront:
             assert isinstance(prepared.checkpoint, Checkpoint), "a program has no tokenizer"
             self.tokenizer = tokenizer
             warn_of_unknown_tokens(tokenizer, prepared.checkpoint.model_config.vocab_size)
-            if prepared.draft is not None:
+            if prepared.draft is not None and not prepared.draft.decoder.is_draft_head:
                 check_vocabulary(tokenizer, prepared.draft, cache)
             self.chat = read_chat_template(prepared, tokenizer)
             for name in IMPORTED_LATER:

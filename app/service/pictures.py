@@ -150,8 +150,6 @@ def place_pictures(token_ids: Sequence[int], pictures: Sequence[ReadPicture]) ->
 
     Raises `InvalidRequest` if the chat template has not written one placeholder for each picture.
     """
-    if not pictures:
-        return PlacedPictures(tuple(token_ids), tuple(token_ids))
     count = sum(token == pictures[0].placeholder_id for token in token_ids)
     if count != len(pictures):
         raise InvalidRequest(

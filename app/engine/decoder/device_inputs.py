@@ -74,7 +74,8 @@ class StepViews(Generic[View]):
     - [tokens] int64: `token_ids`, `sources` (index of each token's id in the device buffer), `positions`,
       `kv_rows` (rows of the KV cache to write).
     - `logit_rows` [samples] int64: tokens whose logits are sampled. `adapters` [tokens] int32: slots of LoRA adapters.
-    - int32: `slots` and `lengths` [sequences], `starts` [sequences + 1].
+    - int32: `slots` and `lengths` [sequences], `starts` [sequences + 1]. `state_reads`, `state_writes` [sequences] int64: rows
+      of the recurrent states of the first sequences.
     """
 
     token_ids: View
@@ -86,6 +87,8 @@ class StepViews(Generic[View]):
     slots: View
     lengths: View
     starts: View
+    state_reads: View
+    state_writes: View
 
 
 def _fields(sizes: StepSizes) -> Fields:
@@ -101,6 +104,8 @@ def _fields(sizes: StepSizes) -> Fields:
         "slots": (sequences, torch.int32),
         "lengths": (sequences, torch.int32),
         "starts": (sequences + 1, torch.int32),
+        "state_reads": (sequences, torch.int64),
+        "state_writes": (sequences, torch.int64),
     }
 
 
@@ -171,10 +176,14 @@ def table_update_size(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayout:
-    """Layout of the device memory: index of a step's token ids in the device buffer, and slot of padding rows."""
+    """Layout of the device memory: index of a step's token ids in the device buffer, and slot of padding rows.
+
+    `states`: the rows of recurrent states that padding reads and writes.
+    """
 
     block_start: int
     padding_slot: int
+    states: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +279,12 @@ def fill_step(
     ends = accumulate((len(piece.token_ids) for piece in pieces[single:]), initial=single + gap)
     starts = [*range(single + gap), *ends]
     write_column(views.starts, starts, tokens)
+
+
+def fill_states(views: StepViews[ColumnArray], reads: Items[int], writes: Items[int], layout: DeviceLayout) -> None:
+    """Write the rows of the recurrent states of the first sequences."""
+    write_column(views.state_reads, list(reads), layout.states[0])
+    write_column(views.state_writes, list(writes), layout.states[1])
 
 
 def fill_logit_rows(views: StepViews[ColumnArray], spans: Items[ScheduledSpan], gap: int = 0) -> None:
