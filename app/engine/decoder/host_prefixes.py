@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.scheduler.batch import KvCopy, Sequence
+from app.engine.scheduler.batch import KvCopy, Sequence, StateCopy
 from app.engine.scheduler.kv_allocator import KvSlot
 from app.engine.scheduler.prefix_index import block_hashes
 from app.metrics.steps import StepTimeModel
@@ -40,9 +40,8 @@ class HostPrefixes:
         self.num_bytes = 0
         self.read_seconds = 0.0  # usual time of reading a token; 0: not measured yet
 
-    def move(
-        self, copies: Items[KvCopy], released: Items[tuple[int, int, int]], states: Items[tuple[int, int]]
-    ) -> None:
+    def move(self, copies: Items[KvCopy], released: Items[tuple[int, int, int]], states: Items[StateCopy]) -> None:
+        assert not states, "the plan refuses models with recurrent states"
         self._kv_cache.apply_copies(copies, released)
 
     def save(self, slots: Iterable[KvSlot], is_wanted: Callable[[], bool]) -> None:
