@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from app.api.access import AccessRules, ApiKeys, is_loopback_name
-from app.api.routing import ApiRuntime, Lifespan, ModelNames, Task
+from app.api.routing import ApiRuntime, Lifespan, ModelNames
+from app.api.tasks.routes import GENERATED
 from app.engine.worker import Callbacks, Worker
 from app.errors import CheckpointInvalid, InvalidRequest, RequestError, SettingsInvalid, StepFailed
 from app.hardware.facts import Facts, to_json_value
@@ -486,7 +487,7 @@ class ServedDescription:
 
     name: str
     kind: str
-    tasks: frozenset[Task]
+    tasks: frozenset[str]
     max_model_len: int
 
 
@@ -537,17 +538,19 @@ def _read_elsewhere(path: str, slot: int) -> None:
     raise AssertionError("the main process reads adapters")
 
 
-def tasks_of(start: Prepared) -> frozenset[Task]:
+def tasks_of(start: Prepared) -> frozenset[str]:
     if not isinstance(start.checkpoint, Checkpoint):
         return frozenset({"infer"})
     config = start.checkpoint.model_config
     if isinstance(config, TaskConfig):
-        return frozenset({"task", "infer"})
+        return frozenset({"infer", *config.tasks})
     if not isinstance(config, EncoderConfig):
-        return frozenset({"generate"})
+        has_encoder = isinstance(config, TransformersConfig) and config.max_source_len
+        return frozenset({"generate", *(GENERATED if has_encoder else ())})
     if not config.labels:
-        return frozenset({"encode", "embed", "infer"})
-    return frozenset({"encode", "classify", "infer", *(("rerank",) if len(config.labels) == 1 else ())})
+        return frozenset({"encode", "embed", "infer", "feature-extraction", "sentence-similarity"})
+    names = "encode", "classify", "infer", "text-classification"
+    return frozenset({*names, *(("rerank",) if len(config.labels) == 1 else ())})
 
 
 class ServerRuntime:

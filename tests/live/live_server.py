@@ -181,7 +181,7 @@ class ServerProcess:
     def url(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line.startswith("listening on http://"), (line, self.finish())
+        assert line.startswith(("listening on http://", "listening on https://")), (line, self.finish())
         return line.removeprefix("listening on ").strip()
 
     def finish(self) -> tuple[int, str]:
