@@ -356,6 +356,15 @@ class Settings(BaseSettings):
         "auto",
         "Compute in a process of its own, beside the one that serves HTTP; auto: on a GPU, and for each of several models.",
     )
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = setting(
+        "machine", 1, "GPUs among which the heads and MLPs of a model are split.", is_measured=True
+    )
+    data_parallel: Annotated[int, Field(ge=1, le=64)] = setting(
+        "machine",
+        1,
+        "Engines of the same model, each on a GPU or on a part of the processor's cores, behind one address; memory_bytes,"
+        " kv_cache_bytes and threads are for each.",
+    )
     hourly_price: PositiveFloat | None = setting(
         "machine",
         None,
@@ -548,11 +557,11 @@ class Settings(BaseSettings):
         "tuning",
         None,
         "Directory in which keys and values of prompts are kept and found again after a restart; they can be read back as"
-        " text, so only this user may enter it. Nothing is kept if not given.",
+        " text, so only this user may enter it; memory, on an NVIDIA GPU: the host's memory. Nothing is kept if not given.",
         generates_only=True,
     )
     prompt_cache_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = setting(
-        "tuning", 8 * 2**30, "Most that the files of the prompt cache may take, such as 8GiB."
+        "tuning", 8 * 2**30, "Most that the prompt cache may take, such as 8GiB."
     )
     deterministic: Literal["off", "on"] = setting(
         "tuning",

@@ -396,8 +396,10 @@ def _decision_table(explained: PlanExplanation) -> Table:
         shown = needs.kind in DECLARED[name].show_for
         shown = shown and (name != "device" or bool(explained.facts.cuda) or explained.facts.mps)
         shown = shown and (name != "cuda_device" or decision.value is not None)
-        shown = shown and (name not in ("keep_layers", "engine_process", "state_bytes") or bool(decision.value))
-        shown = shown and (name != "api_processes" or decision.value != 1)
+        shown = shown and (
+            name not in ("keep_layers", "engine_process", "state_bytes", "rank_devices") or bool(decision.value)
+        )
+        shown = shown and (name not in ("api_processes", "data_parallel", "tensor_parallel") or decision.value != 1)
         shown = shown and (name != "engine" or decision.value != "native")
         if shown and (name != "int8_copy" or plan.weights.precision in INT4_PRECISIONS):
             table.add_row(

@@ -50,6 +50,9 @@ _TRANSFORMERS: Mapping[str, tuple[str, str]] = {
 def ignore_stage(stage: str | LoadProgress) -> None: ...
 
 
+def ignore_cost(cost: float) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class BuildRequest(Generic[CheckpointT]):
     """The inputs of a builder.
@@ -64,7 +67,7 @@ class BuildRequest(Generic[CheckpointT]):
     report: ReportStage = ignore_stage
     step_time_model: StepTimeModel = field(default_factory=StepTimeModel)
     eos_token_ids: Collection[int] = ()
-    report_cost: ReportCost = lambda cost: None
+    report_cost: ReportCost = ignore_cost
     adapters: ServedAdapters | None = None
     draft: Checkpoint | None = None
 

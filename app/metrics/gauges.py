@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -118,6 +118,21 @@ def engine_gauges(
             "Predicted wait for the first token of a request that arrives now.",
             predicted_wait_seconds,
         )
+
+
+def gauges_of_engines(engines: Sequence[tuple[bool, EngineSnapshot]]) -> Iterator[Metric]:
+    """Yield the gauges of each of several engines of a model: whether it serves, and its state."""
+    rows: Sequence[tuple[str, str, Sequence[float]]] = (
+        ("ready", "1 while this one of several engines serves, else 0.", [ready for ready, _ in engines]),
+        ("requests_running", "Requests that each engine computes.", [one.num_running for _, one in engines]),
+        ("requests_waiting", "Requests that wait in each engine.", [one.num_waiting for _, one in engines]),
+        ("kv_cache_usage_ratio", "Each engine's used KV memory.", [one.kv_usage_ratio for _, one in engines]),
+    )
+    for name, help_text, values in rows:
+        family = GaugeMetricFamily(f"armature_engine_{name}", help_text, labels=("engine",))
+        for number, value in enumerate(values):
+            family.add_metric((str(number),), value)
+        yield family
 
 
 def _state_gauges(states: StateUsage) -> Iterator[Metric]:

@@ -227,7 +227,7 @@ class StepRecorder:
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.speed: SpeedState | None = None
-        self.began = StepBegin()
+        self.began = [StepBegin()]  # of each engine; the first one is in this process
         self._log, self._clock = metrics.step_log, clock
         counter = metrics.counter("step_stalls", _SLOW_STEPS_HELP, "cause")
         self._counters: dict[Cause, Counter] = {cause: counter.labels(cause) for cause in get_args(Cause)}
@@ -249,8 +249,8 @@ class StepRecorder:
         return {} if self.speed is None else self.speed.capacity()
 
     def step_age_seconds(self) -> float:
-        """Return how long the running step has taken so far, from any thread."""
-        began = self.began.read()
+        """Return how long the running step has taken so far, the oldest of several, from any thread."""
+        began = min((each for each in (one.read() for one in self.began) if each), default=0.0)
         return 0.0 if began == 0.0 else max(0.0, self._clock() - began)
 
     def steps_json(self) -> dict[str, int]:

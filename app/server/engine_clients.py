@@ -26,16 +26,11 @@ from app.server.channel import Channel, ClientHello, Output, Pickled
 STATE_SECONDS = 0.02
 
 
-class _ApiClient:
-    """An API process. `open` has its requests, with the number of choices that have not ended."""
+class OpenRequests:
+    """The requests that an engine has of one client. `open` has the number of choices that have not ended, by id."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.place: tuple[int, int] | None = (
-            None  # its number, and that of all processes; None before its first message
-        )
+    def __init__(self) -> None:
         self.open: dict[str, int] = {}
-        self.told_at = 0.0
 
     def note_command(self, command: Command) -> None:
         if isinstance(command, Generate):
@@ -53,6 +48,15 @@ class _ApiClient:
         left = self.open.pop(request_id, 0) - 1
         if left > 0 and not is_whole:
             self.open[request_id] = left
+
+
+class _ApiClient:
+    """An API process. `place` is its number, and that of all processes; None before its first message."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.requests = channel, OpenRequests()
+        self.place: tuple[int, int] | None = None
+        self.told_at = 0.0
 
 
 class EngineClients:
@@ -186,7 +190,7 @@ class EngineClients:
                 self._by_number = {**self._by_number, message.number: client}
             else:
                 if not isinstance(message, Pickled):
-                    client.note_command(message)
+                    client.requests.note_command(message)
                 self._queue(message)
 
     def _lose(self, client: _ApiClient) -> None:
@@ -194,7 +198,7 @@ class EngineClients:
         del self._others[client.channel.fileno()]
         self._sources.remove(client.channel.fileno())
         self._by_number = {number: each for number, each in self._by_number.items() if each is not client}
-        self._commands.extend(Abort(request_id) for request_id in client.open)
+        self._commands.extend(Abort(request_id) for request_id in client.requests.open)
         client.channel.close()
 
     # ---- sending -----------------------------------------------------------------------------------------------------
@@ -225,7 +229,7 @@ class EngineClients:
             if shares[number] or is_idle or now - client.told_at > STATE_SECONDS:
                 client.told_at = now
                 for event in shares[number]:
-                    client.note_event(event)
+                    client.requests.note_event(event)
                 client.channel.send(Output(shares[number], snapshot))
         return shares[0]
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -166,6 +166,9 @@ class EngineHost:
         """Measure the machine, and build the engine, again if its quality changes the plan."""
         start = self._start.fetch(report_stage) if isinstance(self._start, UnfetchedModel) else self._start
         os.environ.update(start.plan.environment())  # torch's thread pools read it at import
+        if len(start.parts) > 1 and start.plan.placement.device == "cpu":
+            with suppress(AttributeError, OSError):  # no Linux, or a sandbox refuses it: the cores are shared
+                os.sched_setaffinity(0, start.facts.allowed_cpus)  # of this thread, and of those that it starts
         hashing = hash_ahead(start)  # while imports use one core
         if not isinstance(start.checkpoint, ProgramCheckpoint):
             report_stage("reading the tokenizer")

@@ -79,7 +79,8 @@ class EngineProcess:
             self._page = os.dup(page.fileno())
         self.address = address
         self._listener: socket.socket | None = None
-        recorder.began = StepBegin(mmap.mmap(self._page, mmap.PAGESIZE))
+        self._began = StepBegin(mmap.mmap(self._page, mmap.PAGESIZE))
+        recorder.began.append(self._began)
 
     # ---- as the service sees it --------------------------------------------------------------------------------------
 
@@ -190,7 +191,7 @@ class EngineProcess:
         assert self._loop is not None, "it was started"
         self._loop.remove_reader(channel.fileno())
         self._channel = None
-        self._recorder.began.write(0.0)
+        self._began.write(0.0)
         was_serving = self.state == "ready"
         if not self._is_stopping:
             self.state, self.stage, self.load_progress = "loading", "the engine has ended", None

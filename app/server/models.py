@@ -537,6 +537,8 @@ def _in_own_process(settings: Settings) -> Settings:
 
     Raises `SettingsInvalid` if it may not.
     """
+    if settings.data_parallel > 1:
+        raise SettingsInvalid("data_parallel must be 1 for several models, or one that is unloaded.")
     if settings.engine_process == "off":
         raise SettingsInvalid(
             "engine_process must not be off for several models, or one that is unloaded: each computes in a process."

@@ -24,6 +24,7 @@ from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Facts, Needs
 from app.hardware.plan import precision
 from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.plan.shares import divide_machine
 from app.hardware.plan.speed import (
     EstimateInputs,
     SpeedInputs,
@@ -52,6 +53,7 @@ from app.weights.hub.cache import HubName
 from app.weights.hub.fetch import fetch_or_use_cached
 from app.weights.lora.adapter import ServedAdapters
 from app.weights.open import OpenedModel
+from app.weights.shards import check_shardable, shard_config
 
 if TYPE_CHECKING:
     from app.engine.calibration.measure import CalibrationSubject
@@ -138,6 +140,7 @@ class Prepared:
     is_final: bool = True
     adapters: ServedAdapters | None = None
     draft: Checkpoint | None = None
+    parts: tuple[Facts, ...] = ()  # of the machine, one for each of several engines; `facts` is the first one
 
     @property
     def model_name(self) -> str:
@@ -205,6 +208,19 @@ class Prepared:
         trial = self._trial() or (self.estimated_trial if self.plan.speed.speed_source == "noisy" else None)
         return None if trial is None else trial.spread
 
+    def for_engine(self, number: int) -> Prepared:
+        """Return the start of one of several engines: the plan of its part of the machine, with the first one's figures."""
+        if number == 0:
+            return self
+        measurements, facts = None if self.calibration is None else self.calibration.measurements, self.parts[number]
+        plan = _plan(facts, measurements, self.settings, self.needs)
+        if plan.memory.max_model_len < self.plan.memory.max_model_len:
+            raise PlanImpossible(
+                f"Engine {number} of {len(self.parts)} has memory for {plan.memory.max_model_len} tokens of a text, the first one for"
+                f" {self.plan.memory.max_model_len}: set max_model_len to at most {plan.memory.max_model_len}."
+            )
+        return replace(self, facts=facts, plan=plan, is_final=True)
+
     def with_calibration(self, calibration: Calibration) -> Prepared:
         plan = _plan(self.facts, calibration.measurements, self.settings, self.needs)
         return replace(self, plan=plan, calibration=calibration, is_final=True)
@@ -255,6 +271,8 @@ def prepare_start(settings: Settings) -> Prepared | UnfetchedModel:
 
 def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedModel) -> Prepared:
     """Make the plan with the calibration of an earlier start, if one exists and may be used."""
+    if settings.tensor_parallel > 1:
+        check_shardable(checkpoint, settings.tensor_parallel)
     adapters = planned_adapters(settings, checkpoint)
     needs = planned_needs(checkpoint, settings)
     if adapters is not None:
@@ -262,10 +280,16 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
     draft = planned_draft(settings, checkpoint)
     needs = replace(needs, draft=None if draft is None else draft.needs())
     plan = _plan(facts, None, settings, needs)
+    parts = divide_machine(facts, plan.placement.device, settings.data_parallel)
+    if len(parts) > 1:
+        facts = parts[0]
+        plan = _plan(facts, None, settings, needs)
     shapes = checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint.fingerprint
     calibration_file = CalibrationFile(settings.cache_directory, calibration_key(facts, settings, plan, shapes))
     is_final = not plan.steps.calibrate
-    prepared = Prepared(settings, facts, checkpoint, needs, plan, calibration_file, None, is_final, adapters, draft)
+    prepared = Prepared(
+        settings, facts, checkpoint, needs, plan, calibration_file, None, is_final, adapters, draft, parts
+    )
     found = calibration_file.read() if plan.steps.calibrate and settings.calibrate != "on" else None
     return prepared if found is None else prepared.with_calibration(found)
 
@@ -359,6 +383,8 @@ def measurement_subject(prepared: Prepared) -> CalibrationSubject:
     copies = settings.int8_copy != "off" and int4 is not None and checkpoint.needs().generates
     model = checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint
     assert not isinstance(model, TransformersConfig), "only native engines are measured"
+    if isinstance(model, ModelConfig):
+        model = shard_config(model, settings.tensor_parallel)
     return CalibrationSubject(
         model,
         tuple(plans),

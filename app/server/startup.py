@@ -51,6 +51,7 @@ from app.server.engine_host import (
     read_tokenizer,
 )
 from app.server.engine_process import EngineProcess
+from app.server.engine_replicas import EngineReplicas
 from app.server.model_source import check_vocabulary
 from app.server.prepare import Prepared, UnfetchedModel
 from app.server.start_console import StartConsole
@@ -328,8 +329,8 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     checkpoint, plan, name = prepared.checkpoint, prepared.plan, prepared.model_name
     limits = ServingLimits(
         max_model_len=plan.memory.max_model_len,
-        max_running_seqs=plan.memory.max_running_seqs,
-        max_waiting_requests=plan.memory.max_waiting_requests,
+        max_running_seqs=plan.memory.max_running_seqs * plan.steps.data_parallel,
+        max_waiting_requests=plan.memory.max_waiting_requests * plan.steps.data_parallel,
         request_timeout_seconds=prepared.settings.request_timeout_seconds,
         vocab_size=checkpoint.needs().vocab_size,
         tokenizer_threads=plan.cpu.tokenizer_threads,
@@ -579,8 +580,10 @@ class ServerRuntime:
         facts, settings, gpu = start.facts, start.settings, start.plan.gpu(start.facts)
         self._thermal_monitor = ThermalMonitor(self.metrics, facts.thermal) if shared is None else shared.thermal
         self.host: EngineHost | None = None  # in this process
-        self.worker: Worker | EngineProcess
-        if start.plan.steps.engine_process:
+        self.worker: Worker | EngineProcess | EngineReplicas
+        if (number := start.plan.steps.data_parallel) > 1:
+            self.worker = EngineReplicas(number, self._recipe, self._take, self._steps, self.metrics, start.model_name)
+        elif start.plan.steps.engine_process:
             address = "" if beside is None else beside.address
             self.worker = EngineProcess(
                 self._recipe, self._take, self._steps, self._fail_requests, start.model_name, address
@@ -590,7 +593,7 @@ class ServerRuntime:
                 self._take,
                 lambda prepared: self._front.engine_texts(),
                 self._steps.record,
-                self._steps.began,
+                self._steps.began[0],
                 self._thermal_monitor.cause,
                 is_alone=shared is None,
             )
@@ -660,8 +663,8 @@ class ServerRuntime:
 
     # ---- from the engine's threads -----------------------------------------------------------------------------------
 
-    def _recipe(self) -> CheckpointRecipe:
-        return CheckpointRecipe(self._start)
+    def _recipe(self, engine: int = 0) -> CheckpointRecipe:
+        return CheckpointRecipe(self._start if engine == 0 else self._prepared.for_engine(engine))
 
     def _take_output(self, events: Sequence[Event], snapshot: EngineSnapshot, stats: StepStats | None) -> None:
         if events:
@@ -683,9 +686,9 @@ class ServerRuntime:
     def _become_ready(self) -> None:
         prepared = self._prepared
         wait(self._front.preparing)
-        read = self.worker.read_adapter if isinstance(self.worker, EngineProcess) else self._host_adapter
+        read = self._host_adapter if isinstance(self.worker, Worker) else self.worker.read_adapter
         self._console.close()
-        if isinstance(self.worker, EngineProcess):
+        if not isinstance(self.worker, Worker):
             self._front.settle(prepared, is_alone=self._shared is None)
         if self._beside is not None:
             self._beside.on_ready(ServedCheckpoint(prepared, is_alone=self._shared is None))

@@ -89,6 +89,14 @@ class RearrangedEntry(EncodedEntry):
     factors: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ColumnsEntry(EncodedEntry):
+    """Some columns of a stored matrix, from column `first` on."""
+
+    source: TensorEntry
+    first: int
+
+
 def join_quantized(found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors with those that torchao quantized joined to one entry each.
 

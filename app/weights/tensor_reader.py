@@ -31,7 +31,7 @@ from app.weights.gguf.reader import TYPES
 from app.weights.gguf.tensors import BlockEntry
 from app.weights.quantized.entries import PackedEntry
 from app.weights.quantized.values import decode_rows, held_codes
-from app.weights.safetensors import EncodedEntry, QuantizedEntry, RearrangedEntry, TensorEntry
+from app.weights.safetensors import ColumnsEntry, EncodedEntry, QuantizedEntry, RearrangedEntry, TensorEntry
 from armature_kernels.linear.layout import PANEL_OUTPUTS
 from armature_kernels.linear.quantization import Int4Weight, Int8Weight
 from armature_kernels.linear.torchao_linear import dequantize_rows
@@ -76,6 +76,13 @@ class MappedFiles:
                 return dequantize_rows(entry.attributes, parts, slice(row, end))
         if isinstance(entry, RearrangedEntry):
             return self._rearranged(entry, row, end)
+        if isinstance(entry, ColumnsEntry):
+            source = entry.source
+            if isinstance(source, EncodedEntry):
+                rows = self._decoded(source, row, end)
+            else:
+                rows = self.span(source, source.shape)[row:end]
+            return rows[:, entry.first : entry.first + entry.shape[1]]
         if isinstance(entry, PackedEntry):
             return decode_rows(entry, range(row, end), self.tensor)
         assert isinstance(entry, BlockEntry), "there is no other class of encoded tensors"

@@ -185,7 +185,7 @@ class StepInstruments:
     def __init__(self) -> None:
         self.metrics = Metrics()
         recorder = StepRecorder(self.metrics)
-        self.watch = StepMonitor(recorder.record, recorder.began)
+        self.watch = StepMonitor(recorder.record, recorder.began[0])
         self._model = StepTimeModel(STEP_TIMES)
         self.watch.watch_drift(SpeedDrift(self._model, ExpectedSpeed({}, {})))
         cpu_stat = find_cpu_stat(HostFiles(Path("/")))

@@ -20,11 +20,16 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _BLOCK_VALUES = 4_000_037  # random values that are repeated; a prime number, so that rows of weights differ
 _ONE = b"\x80\x3f"  # 1.0 in BF16, little endian
 _HIGH_BYTES = bytes((0x3C, 0xBC))  # sign and exponent of values from 0.0078 to 0.031
-_TOKENIZER = {
-    "version": "1.0",
-    "added_tokens": [],
-    "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"},
-}
+
+
+def _tokenizer(vocab_size: int) -> dict[str, Any]:
+    """Return a tokenizer in which each token has a text, as each chunk of a measured stream needs one."""
+    vocab = {"[UNK]": 0, **{f"w{number}": number for number in range(1, vocab_size)}}
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +160,12 @@ def model_folder(model: PublishedModel, folder: Path) -> tuple[Path, bool]:
     place = folder / model.name
     if (place / CONFIG).is_file():
         return place, True
-    write_model(place, model.config, model.tensors)
+    write_model(place, model.config, model.tensors, _tokenizer(model.config["vocab_size"]))
     return place, False
 
 
 def write_model(
-    place: Path, config: Mapping[str, Any], tensors: Mapping[str, Shape], tokenizer: Mapping[str, Any] = _TOKENIZER
+    place: Path, config: Mapping[str, Any], tensors: Mapping[str, Shape], tokenizer: Mapping[str, Any]
 ) -> None:
     """Write a checkpoint with random weights. An interrupted folder has no `config.json`, which comes last."""
     place.mkdir(parents=True, exist_ok=True)

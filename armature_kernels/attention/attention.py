@@ -58,6 +58,13 @@ class KvRows:
         scales = self.key_scales.narrow(0, first, num_tokens), self.value_scales.narrow(0, first, num_tokens)
         return (key * scales[0][..., None]).to(torch.bfloat16), (value * scales[1][..., None]).to(torch.bfloat16)
 
+    def gather(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of rows int64 of any shape: as stored, or dequantized in FP32."""
+        key, value = self.keys[rows], self.values[rows]
+        if self.key_scales is None or self.value_scales is None:
+            return key, value
+        return key * self.key_scales[rows][..., None], value * self.value_scales[rows][..., None]
+
     def heads_of(self, asked: QkvHeads) -> KvRows:
         """Return a view of the rows as the heads that a layer writes, or reads if it writes none: the first elements."""
         heads, size = asked.num_kv_heads or asked.read_heads or self.keys.shape[1], asked.head_dim

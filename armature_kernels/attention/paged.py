@@ -123,7 +123,7 @@ def paged_attention_torch(
         part = _query_block((starts, ends, lengths), (first, last), at, len(query), spec)
         pages = step.tables[step.slots[sequences].long()][:, at // PAGE_TOKENS].long()
         rows = torch.where(part.context, pages * PAGE_TOKENS + at % PAGE_TOKENS, 0)
-        block_result = attend(_clamped_rows(query, part.rows), kv.keys[rows], kv.values[rows], part, spec)
+        block_result = attend(_clamped_rows(query, part.rows), *kv.gather(rows), part, spec)
         result.index_copy_(0, part.rows.flatten(), block_result.flatten(0, 1).to(result.dtype))
     return result[:-1]
 

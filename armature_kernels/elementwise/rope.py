@@ -86,7 +86,7 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
 
 
 def _apply_rope_elsewhere(heads: QkvHeads, kv: KvRows, written: Tensor) -> Tensor:
-    if triton_usable(heads.product) and kv.key_scales is None and heads.has_plain_norm:
+    if triton_usable(heads.product) and heads.has_plain_norm:
         from armature_kernels.triton import rope
 
         return rope.apply_rope_and_write_kv(heads, kv, written)

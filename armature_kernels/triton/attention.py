@@ -42,14 +42,16 @@ def attend_decodes(query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSp
     sums = query.new_empty((sequences, heads, parts, head_dim), dtype=torch.float32) if parts > 1 else out
     weights = query.new_empty((sequences, heads, parts), dtype=torch.float32) if parts > 1 else out
     dim = padded_head_dim(head_dim)
+    scales, scale_stride = (kv.key_scales, kv.value_scales), 0 if kv.key_scales is None else kv.key_scales.stride(0)
+    itemsize = kv.keys.itemsize if kv.key_scales is None else query.itemsize  # of what is multiplied
     _attend_split[(sequences, kv_heads, parts)](
-        query, kv.keys, kv.values, step.tables, step.slots, step.lengths, out, sums, weights,
-        query.stride(0), query.stride(1), kv.keys.stride(0), kv.keys.stride(1), step.tables.stride(0),
+        query, kv.keys, kv.values, *scales, step.tables, step.slots, step.lengths, out, sums, weights,
+        query.stride(0), query.stride(1), kv.keys.stride(0), kv.keys.stride(1), scale_stride, step.tables.stride(0),
         UNBOUNDED if spec.window is None else spec.window - 1, spec.scale, spec.softcap or 1.0,
         PARTS=parts, GROUP=heads // kv_heads, HEAD_DIM=head_dim, CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS,
-        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=key_block_size(dim, kv.keys.itemsize),
+        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=key_block_size(dim, itemsize),
         # FP32 products need more registers than four warps have.
-        num_warps=8 if kv.keys.itemsize > 2 else 4, num_stages=2,
+        num_warps=8 if itemsize > 2 else 4, num_stages=2,
     )  # fmt: skip
     if parts > 1:
         _merge_splits[(sequences, heads)](sums, weights, out, PARTS=parts, HEAD_DIM=head_dim, DIM=dim, num_warps=4)
@@ -58,7 +60,9 @@ def attend_decodes(query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSp
 def check_layout(query: Tensor, kv: KvRows, out: Tensor) -> None:
     """Assert that shapes and strides are those the kernels support, before a kernel reads out of bounds."""
     heads, head_dim = query.shape[1:]
-    assert kv.key_scales is None, "an int8 KV cache is supported on a CPU only"
+    assert kv.key_scales is None or kv.value_scales is None or kv.key_scales.stride() == kv.value_scales.stride(), (
+        "scales of keys and values must have the same strides"
+    )
     assert query.stride(2) == 1 and kv.keys.stride(2) == 1, "the elements of a head must be contiguous"
     assert kv.keys.stride(1) == kv.values.stride(1) and kv.values.stride(2) == 1, (
         "keys and values must have the same head stride"
@@ -108,6 +112,16 @@ def load_keys_values(keys, values, rows, key_stride, value_stride, in_context, d
 
 
 @triton.jit
+def dequantized(key, value, scores_of, key_scales, value_scales, rows, in_context):
+    """Return int8 keys [dim, tokens] and values in the dtype of the queries, and the scales of the tokens."""
+    key_scale = tl.load(key_scales + rows, mask=in_context, other=0.0)
+    value_scale = tl.load(value_scales + rows, mask=in_context, other=0.0)
+    # By way of FP32: Triton's interpreter has no conversion from int8 to BF16.
+    wide, value = key.to(tl.float32).to(scores_of.dtype), value.to(tl.float32).to(scores_of.dtype)
+    return wide, value, key_scale, value_scale
+
+
+@triton.jit
 def scale_scores(scores, scale, cap, CAPPED: tl.constexpr):
     """Scale scores to base-2 exponents, with the soft cap if there is one.
 
@@ -119,8 +133,10 @@ def scale_scores(scores, scale, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def update_softmax(total, sums, highest, scores, value):
+def update_softmax(total, sums, highest, scores, value, value_scale):
     """Update the running softmax by scores [rows, tokens] and values [tokens, dim]; masked scores are -inf.
+
+    `value_scale` [tokens] multiplies values; None: nothing does.
 
     NaN is kept: the maximum of the scores drops it, but the sum of their powers does not.
     """
@@ -129,14 +145,16 @@ def update_softmax(total, sums, highest, scores, value):
     powers = tl.exp2(scores - base[:, None])
     decay = tl.exp2(highest - base)
     total = total * decay + tl.sum(powers, 1)
+    if value_scale is not None:
+        powers = powers * value_scale[None, :]
     sums = tl.dot(powers.to(value.dtype), value, sums * decay[:, None], input_precision="ieee")
     return total, sums, new_highest
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _attend_split(
-    query, keys, values, tables, slots, lengths, out, sums, weights,
-    query_stride, head_stride, row_stride, kv_head_stride, table_stride,
+    query, keys, values, key_scales, value_scales, tables, slots, lengths, out, sums, weights,
+    query_stride, head_stride, row_stride, kv_head_stride, scale_stride, table_stride,
     before, scale, cap,
     PARTS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAPPED: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
@@ -157,7 +175,9 @@ def _attend_split(
     mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     heads = kv_head * GROUP + rows
     query_offsets = sequence.to(tl.int64) * query_stride + heads[:, None] * head_stride + dims[None, :]
-    queries = tl.load(query + query_offsets, mask=mask, other=0.0).to(keys.dtype.element_ty)
+    queries = tl.load(query + query_offsets, mask=mask, other=0.0)
+    if key_scales is None:
+        queries = queries.to(keys.dtype.element_ty)
     kv_offset = kv_head * kv_head_stride
     total = tl.zeros([ROWS], tl.float32)
     highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -169,10 +189,19 @@ def _attend_split(
         key, value = load_keys_values(
             keys + kv_offset, values + kv_offset, at_rows, row_stride, row_stride, in_context, dims, HEAD_DIM
         )
-        scores = scale_scores(tl.dot(queries, key, input_precision="ieee"), scale, cap, CAPPED)
+        value_scale = None
+        if key_scales is not None:
+            scaled_rows = at_rows * scale_stride + kv_head
+            key, value, key_scale, value_scale = dequantized(
+                key, value, queries, key_scales, value_scales, scaled_rows, in_context
+            )
+        scores = tl.dot(queries, key, input_precision="ieee")
+        if key_scales is not None:
+            scores = scores * key_scale[None, :]
+        scores = scale_scores(scores, scale, cap, CAPPED)
         seen = in_context & (at + tokens >= length - 1 - before)
         scores = tl.where(seen[None, :], scores, -float("inf"))
-        total, acc, highest = update_softmax(total, acc, highest, scores, value)
+        total, acc, highest = update_softmax(total, acc, highest, scores, value, value_scale)
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     place = sequence.to(tl.int64) * tl.num_programs(1) * GROUP + heads

@@ -19,6 +19,7 @@ from armature_kernels.triton.attention import (
     LOG2_E,
     UNBOUNDED,
     check_layout,
+    dequantized,
     key_block_size,
     load_keys_values,
     padded_head_dim,
@@ -99,24 +100,26 @@ def _launch(
     )
     before, after = spec.visible_window(UNBOUNDED)
     dim = padded_head_dim(head_dim)
-    block = query_block_size(dim, kv.keys.itemsize)
+    scales, scale_stride = (kv.key_scales, kv.value_scales), 0 if kv.key_scales is None else kv.key_scales.stride(0)
+    itemsize = kv.keys.itemsize if kv.key_scales is None else query.itemsize  # of what is multiplied
+    block = query_block_size(dim, itemsize)
     # Paged keys need a third stage, because page numbers are read first.
     table_stride, stages = (0, 2) if tables is None else (tables.stride(0), 3)
     stages = stages if bias is None else 1  # a block of biases uses the memory of a stage
     _attend_block[(triton.cdiv(most_queries, block), heads, len(starts) - 1 - skipped)](
-        query, kv.keys, kv.values, out, tables, slots, starts, lengths, bias, skipped,
-        query.stride(0), query.stride(1), kv.keys.stride(0), kv.keys.stride(1), kv.values.stride(0), table_stride,
+        query, kv.keys, kv.values, *scales, out, tables, slots, starts, lengths, bias, skipped,
+        query.stride(0), query.stride(1), kv.keys.stride(0), kv.keys.stride(1), kv.values.stride(0), scale_stride, table_stride,
         before, after, spec.scale, spec.softcap or 1.0, 0 if bias is None else bias.shape[1] // 2,
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS,
-        QUERIES=block, DIM=dim, TOKENS=key_block_size(dim, kv.keys.itemsize),
-        num_warps=8 if block == 128 or kv.keys.itemsize > 2 else 4, num_stages=stages,
+        QUERIES=block, DIM=dim, TOKENS=key_block_size(dim, itemsize),
+        num_warps=8 if block == 128 or itemsize > 2 else 4, num_stages=stages,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("skipped",), do_not_specialize_on_alignment=_UNALIGNED)
 def _attend_block(
-    query, keys, values, out, tables, slots, starts, lengths, bias, skipped,
-    query_stride, head_stride, key_stride, kv_head_stride, value_stride, table_stride,
+    query, keys, values, key_scales, value_scales, out, tables, slots, starts, lengths, bias, skipped,
+    query_stride, head_stride, key_stride, kv_head_stride, value_stride, scale_stride, table_stride,
     before, after, scale, cap, most,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAPPED: tl.constexpr, PAGE: tl.constexpr,
     QUERIES: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
@@ -138,7 +141,9 @@ def _attend_block(
     mask = (places < count)[:, None] & (dims < HEAD_DIM)[None, :]
     rows = (first + places).to(tl.int64)
     query_offsets = rows[:, None] * query_stride + head * head_stride + dims[None, :]
-    queries = tl.load(query + query_offsets, mask=mask, other=0.0).to(keys.dtype.element_ty)
+    queries = tl.load(query + query_offsets, mask=mask, other=0.0)
+    if key_scales is None:
+        queries = queries.to(keys.dtype.element_ty)
     kv_offset = (head // GROUP) * kv_head_stride
 
     positions = past + places
@@ -157,13 +162,22 @@ def _attend_block(
             keys + kv_offset, values + kv_offset, begin + tokens, key_stride, value_stride, in_context, dims, HEAD_DIM
         )
         ahead = (at + tokens)[None, :] - positions[:, None]
-        scores = scale_scores(tl.dot(queries, key, input_precision="ieee"), scale, cap, CAPPED)
+        value_scale = None
+        if key_scales is not None:
+            scaled_rows = (begin + tokens) * scale_stride + head // GROUP
+            key, value, key_scale, value_scale = dequantized(
+                key, value, queries, key_scales, value_scales, scaled_rows, in_context
+            )
+        scores = tl.dot(queries, key, input_precision="ieee")
+        if key_scales is not None:
+            scores = scores * key_scale[None, :]
+        scores = scale_scores(scores, scale, cap, CAPPED)
         if bias is not None:
             column = most + tl.minimum(tl.maximum(ahead, -most), most)
             scores += tl.load(bias + head * (2 * most + 1) + column) * LOG2_E
         seen = in_context[None, :] & (ahead >= -before) & (ahead <= after)
         scores = tl.where(seen, scores, -float("inf"))
-        total, acc, highest = update_softmax(total, acc, highest, scores, value)
+        total, acc, highest = update_softmax(total, acc, highest, scores, value, value_scale)
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     place = (rows * tl.num_programs(1) + head)[:, None] * HEAD_DIM + dims[None, :]

@@ -23,7 +23,7 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
     Queries that need no norm and no RoPE are a view of the product.
     """
     query = heads.split()[0] if heads.is_final else _empty_heads(heads, heads.num_heads)
-    _launch(heads, query, kv.keys, kv.values, written.contiguous())
+    _launch(heads, query, kv, written.contiguous())
     return query
 
 
@@ -33,7 +33,7 @@ def apply_rope(heads: QkvHeads) -> tuple[Tensor, Tensor, Tensor]:
     if heads.is_final:
         return query, key, value
     query, key = _empty_heads(heads, heads.num_heads + heads.num_kv_heads).tensor_split((heads.num_heads,), 1)
-    _launch(heads, query, key, None, None)
+    _launch(heads, query, KvRows(key, key, 0), None)
     return query, key, value
 
 
@@ -42,8 +42,9 @@ def _empty_heads(heads: QkvHeads, count: int) -> Tensor:
     return torch.empty(len(product), count, heads.head_dim, dtype=product.dtype, device=product.device)
 
 
-def _launch(heads: QkvHeads, query: Tensor, keys: Tensor, values: Tensor | None, written: Tensor | None) -> None:
-    """Start the kernel; without `values`, values are not written; without `written`, token i's keys go to row i."""
+def _launch(heads: QkvHeads, query: Tensor, kv: KvRows, written: Tensor | None) -> None:
+    """Start the kernel; without `written`, token i's keys go to row i, and values are not written."""
+    keys, values = kv.keys, None if written is None else kv.values
     assert (heads.query_norm is None) == (heads.key_norm is None), "queries and keys must both have a norm, or neither"
     stored = [tensor for tensor in (query, keys, values) if tensor is not None]
     assert all(tensor.stride()[1:] == (heads.head_dim, 1) for tensor in stored), "the heads of a row must be contiguous"
@@ -53,8 +54,10 @@ def _launch(heads: QkvHeads, query: Tensor, keys: Tensor, values: Tensor | None,
     last = heads.num_heads + heads.num_kv_heads * (1 if values is None else 2)
     width = triton.next_power_of_2(heads.head_dim)
     block = max(1, min(triton.next_power_of_2(last - first), _ELEMENTS // width))
-    tensors = (product, heads.query_norm, heads.key_norm, cos, sin, written, query, keys, values)
-    strides = (product.stride(0), query.stride(0), keys.stride(0), 0 if values is None else values.stride(0))
+    scales = (kv.key_scales, kv.value_scales)
+    tensors = (product, heads.query_norm, heads.key_norm, cos, sin, written, query, keys, values, *scales)
+    others = (0 if one is None else one.stride(0) for one in (values, kv.key_scales))
+    strides = (product.stride(0), query.stride(0), keys.stride(0), *others)
     sizes = (
         first,
         heads.num_heads,
@@ -72,8 +75,8 @@ def _launch(heads: QkvHeads, query: Tensor, keys: Tensor, values: Tensor | None,
 
 @triton.jit(do_not_specialize_on_alignment=["written"])  # views of a step's buffer have any alignment
 def _apply_rope(
-    product, query_norm, key_norm, cos, sin, written, query, keys, values,
-    stride, query_stride, key_stride, value_stride, eps,
+    product, query_norm, key_norm, cos, sin, written, query, keys, values, key_scales, value_scales,
+    stride, query_stride, key_stride, value_stride, scale_stride, eps,
     first: tl.constexpr, num_heads: tl.constexpr, kv_heads: tl.constexpr,
     head_dim: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
@@ -108,10 +111,35 @@ def _apply_rope(
         at_query = query + token * query_stride + head * head_dim + at
         tl.store(at_query, result.to(query.dtype.element_ty), mask=is_query)
     at_key = keys + row * key_stride + (head - num_heads) * head_dim + at
-    tl.store(at_key, result.to(keys.dtype.element_ty), mask=is_key)
+    if key_scales is None:
+        tl.store(at_key, result.to(keys.dtype.element_ty), mask=is_key)
+    else:
+        key = result.to(product.dtype.element_ty).to(tl.float32)
+        _store_codes(at_key, key_scales + row * scale_stride + head - num_heads, key, is_key, at)
     if values is not None:
         at_value = values + row * value_stride + (head - num_heads - kv_heads) * head_dim + at
-        tl.store(at_value, x.to(values.dtype.element_ty), mask=is_value)
+        if value_scales is None:
+            tl.store(at_value, x.to(values.dtype.element_ty), mask=is_value)
+        else:
+            at_scale = value_scales + row * scale_stride + head - num_heads - kv_heads
+            _store_codes(at_value, at_scale, x, is_value, at)
+
+
+@triton.jit
+def _store_codes(codes, scales, x, mask, at):
+    """Store the int8 codes of heads x [heads, width] and the scale of each, as `quantize_heads`."""
+    x = tl.where(mask, x, 0.0)
+    largest = tl.max(tl.abs(x), 1)[:, None]
+    finite = tl.min(tl.where(x - x == 0.0, 1, 0), 1)[:, None] == 1
+    used = finite & (largest > 1e-35)
+    inverse = tl.where(used, tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), tl.where(used, largest, 1.0)), 0.0)
+    # The sum rounds to the nearest integer, ties to even.
+    code = (tl.where(used, x, 0.0) * inverse + 12582912.0) - 12582912.0
+    tl.store(codes, code.to(tl.int8), mask=mask)
+    scale = tl.where(
+        used, tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)), tl.where(finite, 0.0, float("nan"))
+    )
+    tl.store(scales, scale, mask=tl.max(mask.to(tl.int32), 1)[:, None] == 1)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import torch
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.decoder.engine import DecoderEngine
+from app.engine.decoder.host_prefixes import HostPrefixes
 from app.engine.decoder.kv_cache import KvCache, kv_shape_of
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Sequence
@@ -23,6 +24,7 @@ from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import NoDrafter, Speculation, ngram_drafter
 from app.messages import Abort, Generate, GrammarSource, SamplingParams, SequenceFinished, TokensReady
+from app.metrics.steps import StepTimeModel
 from device_engine import EOS, MAX_LEN, SLOTS, DelayedSimulatedDevice, DeviceServed, Said, prompt_of, request_of
 from engine_simulation import FreeRows
 from loaded_models import load
@@ -134,6 +136,39 @@ def test_requests_of_all_kinds_together(llama: Pair) -> None:
         "prefill rode beside decodes"
     )
     assert served.runner.graphs.num_replayed > 20 and served.num_ahead > 20
+
+
+def test_keys_and_values_in_int8_say_what_a_processor_says_with_them(llama: Pair) -> None:
+    served = DeviceServed(llama.model, kv_dtype=torch.int8).add(*ON_DEVICE).finish()
+    kept = DeviceServed(llama.model).add(*ON_DEVICE).finish()
+    assert served.cache.bytes_per_token <= kept.cache.bytes_per_token / 2
+    assert all(served.said[key][:4] == kept.said[key][:4] for key in kept.said), "int8 changes few tokens"
+    served = DeviceServed(llama.model, kv_dtype=torch.int8).add(*REQUESTS).finish()
+    assert served.runner.graphs.num_replayed > 20
+
+
+def test_prefixes_that_left_the_device_come_back_from_the_host(llama: Pair) -> None:
+    prompts = [prompt_of(120, seed) for seed in range(20, 24)]
+    asked = [
+        request_of(f"{turn} {number}", prompt, temperature=0.0, max_tokens=5)
+        for turn in range(2)
+        for number, prompt in enumerate(prompts)
+    ]
+    served, without = (DeviceServed(llama.model, pages=5) for _ in range(2))
+    store = HostPrefixes(served.cache, StepTimeModel(), 2**20, served.scheduler.take_moves)
+    served.scheduler.prefix_store, served.pool.on_cut = store, store.spill
+    for request in asked:
+        served.add(request).finish()
+        without.add(request).finish()
+    assert served.said == without.said
+    cached = [sum(step.cached_tokens for step in one.stats) for one in (served, without)]
+    assert cached[0] >= cached[1] + 4 * 64 and 0 < store.num_bytes <= 2**20
+    small = DeviceServed(llama.model, pages=5)
+    store = HostPrefixes(small.cache, StepTimeModel(), 100 * small.cache.bytes_per_token, small.scheduler.take_moves)
+    small.scheduler.prefix_store, small.pool.on_cut = store, store.spill
+    for request in asked:
+        small.add(request).finish()
+    assert small.said == without.said and 0 < store.num_bytes <= 100 * small.cache.bytes_per_token
 
 
 MODES: dict[str, dict[str, Any]] = {

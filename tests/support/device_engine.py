@@ -59,11 +59,12 @@ class DeviceServed:
         eager: str = "",
         engine: DecoderEngine | None = None,
         speculation: Speculation | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """Build the engine; `engine`: another one takes its place, of a processor."""
         config, backend = model.config, backend or SimulatedDeviceBackend(torch.float32)
         shape = kv_shape_of(config, SLOTS, MAX_LEN, CHECKPOINTS if config.state_sizes else 0)
-        self.cache = PagedKvCache(shape, backend.dtype, pages, backend.device)
+        self.cache = PagedKvCache(shape, kv_dtype or backend.dtype, pages, backend.device)
         limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)
         self.runner = WatchedRunner(model, self.cache, backend, limits, eager, 0 if speculation is None else 64)
         checkpoints = StateCheckpoints(SLOTS, CHECKPOINTS, BETWEEN_STATES) if config.state_sizes else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from armature_kernels.attention.attention import KvRows, token_bytes, view_kv_rows
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.paged import PackedTexts
 from armature_kernels.triton.attention import attend_decodes
@@ -14,13 +15,21 @@ _HERE = torch.device("cpu")
 _GEMMA = AttentionSpec(0.1, window=512, softcap=50.0)
 
 
-def _decode(shape: Shape, sequences: int, spec: AttentionSpec) -> None:
+def _in_int8(shape: Shape, kv: KvRows) -> KvRows:
+    size = token_bytes(shape.kv_heads, shape.head_dim, torch.int8)
+    memory = torch.zeros((len(kv.keys), size), dtype=torch.uint8)
+    return view_kv_rows(memory, shape.kv_heads, shape.head_dim, torch.int8)
+
+
+def _decode(shape: Shape, sequences: int, spec: AttentionSpec, is_int8: bool = False) -> None:
     query, kv, step = made_step(shape, [(1, 3)] * sequences, sequences, _HERE)
+    kv = _in_int8(shape, kv) if is_int8 else kv
     attend_decodes(query, kv, step, spec, torch.empty(query.shape, dtype=query.dtype))
 
 
-def _prompt(shape: Shape, spec: AttentionSpec) -> None:
+def _prompt(shape: Shape, spec: AttentionSpec, is_int8: bool = False) -> None:
     query, kv, step = made_step(shape, [(1, 3), (5, 9)], 1, _HERE)
+    kv = _in_int8(shape, kv) if is_int8 else kv
     attend_prompts(query, kv, step, spec, torch.empty(query.shape, dtype=query.dtype))
 
 
@@ -36,6 +45,14 @@ def launch_decode_64() -> None:
 
 def launch_decode_128() -> None:
     _decode(Shape(32, 8, 128, torch.bfloat16), 64, AttentionSpec(0.1))
+
+
+def launch_decode_128_int8() -> None:
+    _decode(Shape(32, 8, 128, torch.bfloat16), 64, AttentionSpec(0.1), is_int8=True)
+
+
+def launch_prompt_128_int8() -> None:
+    _prompt(Shape(32, 8, 128, torch.bfloat16), AttentionSpec(0.1), is_int8=True)
 
 
 def launch_decode_256() -> None:

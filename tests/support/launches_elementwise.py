@@ -67,5 +67,9 @@ def _turn(head_dim: int, dim: int, normed: bool) -> None:
     heads = QkvHeads(product, 32, 8, head_dim, *weights, 1e-5, (angle, angle) if dim else None)
     kv = view_kv_rows(torch.zeros(64, token_bytes(8, head_dim, BF16), dtype=torch.uint8), 8, head_dim, BF16)
     rope.apply_rope_and_write_kv(heads, kv, torch.zeros(TOKENS, dtype=torch.int64))
+    codes = torch.zeros(64, token_bytes(8, head_dim, torch.int8), dtype=torch.uint8)
+    rope.apply_rope_and_write_kv(
+        heads, view_kv_rows(codes, 8, head_dim, torch.int8), torch.zeros(TOKENS, dtype=torch.int64)
+    )
     if dim == head_dim:
         rope.apply_rope(heads)

@@ -44,7 +44,7 @@ _SMALL = {
     "num_attention_heads": 4,
     "vocab_size": 512,
 }
-_SMALL_HEADS = {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+_SMALL_HEADS = {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 640}
 SMALL_LLAMA = PublishedModel("small-llama", "a small Llama", {**LLAMA_1B.config, **_SMALL, **_SMALL_HEADS})
 SMALL_BERT = PublishedModel("small-bert", "a small BERT", {**BERT_LARGE.config, **_SMALL})
 DOCUMENT = ROOT / "docs" / "hardware.md"
@@ -137,10 +137,7 @@ def main() -> int:
     print(markdown(about(run, asked.dry_run), rows))
     run.save()
     missed = [row for row in rows if row.holds is False]
-    failed = (
-        run.why.keys() - {"steps"} if asked.dry_run else run.why
-    )  # without a device there are no such steps, and no figure counts
-    return 1 if failed or (missed and not asked.dry_run) else 0
+    return 1 if run.why or (missed and not asked.dry_run) else 0  # of a dry run no figure counts
 
 
 def write(run: Run, dry: bool) -> None:
@@ -194,11 +191,9 @@ def benches(run: Run, dry: bool) -> None:
 
 
 def steps(run: Run, dry: bool) -> None:
-    model = str(run.folder / LLAMA_1B.name)
-    if dry:
-        run.why["steps"] = "there is no device"
-    else:
-        run.measure("steps", [sys.executable, "-m", "tools.hardware.steps", "--model", model])
+    model = str(run.folder / (SMALL_LLAMA if dry else LLAMA_1B).name)
+    few = ["--simulated", "--rows", "4"] if dry else []
+    run.measure("steps", [sys.executable, "-m", "tools.hardware.steps", "--model", model, *few])
 
 
 def http(run: Run, dry: bool) -> None:

@@ -14,15 +14,21 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.hardware.facts import CudaDevice
+from app.hardware.probe.probe import probe
 from app.messages import Abort, Generate, SamplingParams
-from app.server.prepare import Prepared, prepare
+from app.server.model_source import open_or_fetch_model
+from app.server.prepare import Prepared, prepare, with_kept_calibration
 from app.settings import Settings
 from armature_bench.http.workload import TokenPrompts
 from tools.hardware.table import RULES
+from tools.install import ROOT
 
 if TYPE_CHECKING:
     from app.engine.decoder.engine import DecoderEngine
@@ -48,27 +54,38 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--simulated", action="store_true", help="few steps on the simulated device of the tests")
     asked = parser.parse_args()
-    prepared = prepare(Settings(model=str(asked.model), calibrate="off", precision="bf16", speculation="off"))
+    few = {"max_batch_tokens": 256, "max_running_seqs": 8} if asked.simulated else {}  # and so few shapes of steps
+    settings = Settings(model=str(asked.model), calibrate="off", precision="bf16", speculation="off", **few)
+    prepared = simulated(settings) if asked.simulated else prepare(settings)
     os.environ.update(prepared.plan.environment())  # before torch is imported
-    if prepared.plan.placement.device == "cpu":
-        print(f"steps: {prepared.plan.decisions['device'].reason}", file=sys.stderr)
-        return 1
-    asked.json.write_text(json.dumps(measured(prepared, asked.rows)), encoding="utf-8")
+    asked.json.write_text(json.dumps(measured(prepared, asked.rows, 8 if asked.simulated else STEPS)), encoding="utf-8")
     return 0
+
+
+def simulated(settings: Settings) -> Prepared:
+    """Prepare a start on the device that a processor simulates, which is on the path of the tests."""
+    sys.path.append(str(ROOT / "tests" / "support"))
+    facts, (module, backends) = probe(), map(import_module, ("simulated_device", "app.backends.selection"))
+    backends.DEVICE_BACKENDS["cuda"] = module.SimulatedDeviceBackend
+    assert facts.torch is not None, "torch is installed"
+    gpu = CudaDevice(0, "a simulated GPU", (9, 0), facts.usable_bytes // 4)
+    facts = replace(facts, cuda=(gpu,), torch=replace(facts.torch, cuda="13.0"))
+    return with_kept_calibration(facts, settings, open_or_fetch_model(settings))
 
 
 class Steps:
     """Runs requests of random prompts on an engine and times its steps."""
 
-    def __init__(self, engine: DecoderEngine, prompts: TokenPrompts) -> None:
-        self._engine, self._prompts, self._names = engine, prompts, count()
+    def __init__(self, engine: DecoderEngine, prompts: TokenPrompts, num_steps: int) -> None:
+        self._engine, self._prompts, self._names, self._num_steps = engine, prompts, count(), num_steps
 
     def decode(self, rows: int, context: int = PROMPT_TOKENS, **params: Any) -> float:
         """Return the median seconds of steps of so many rows, of which the first has these parameters and context."""
         names = [self._add(context, params), *(self._add(PROMPT_TOKENS, {}) for _ in range(rows - 1))]
         seconds: list[float] = []
-        while len(seconds) < STEPS:
+        while len(seconds) < self._num_steps:
             elapsed, stats = self._step()
             if stats.decode_tokens == rows and not stats.prefill_tokens:
                 seconds.append(elapsed)
@@ -98,7 +115,7 @@ class Steps:
         return time.perf_counter() - began, self._engine.stats
 
 
-def measured(prepared: Prepared, rows: int) -> dict[str, Any]:
+def measured(prepared: Prepared, rows: int, num_steps: int) -> dict[str, Any]:
     """Return the seconds of the engine's step and of the device's, and how much longer steps with a rule take."""
     import torch
 
@@ -110,7 +127,7 @@ def measured(prepared: Prepared, rows: int) -> dict[str, Any]:
     assert isinstance(checkpoint, Checkpoint), "a decoder's"
     built = build_device_decoder_engine(BuildRequest(checkpoint, plan))
     built.engine.use_idle_time(lambda: False)  # all steps are captured
-    steps = Steps(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)))
+    steps = Steps(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), num_steps)
     with torch.inference_mode():
         step = steps.decode(rows)
         rules = {name: steps.decode(rows, **params) / step for name, params in _PARAMS.items()}

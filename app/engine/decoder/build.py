@@ -85,16 +85,17 @@ def build_device_decoder_engine(
     request: BuildRequest[Checkpoint],
 ) -> BuiltEngine[DecoderEngine, DeviceDecoderRunner, Decoder]:
     """Load the weights on a GPU, capture the common steps and warm up. Raises a `StartupError`."""
-    from app.engine.decoder.device_runner import DeviceDecoderRunner
+    plan = request.plan
+    if len(plan.placement.rank_devices) > 1:
+        from app.engine.decoder.tensor_parallel import end_with_ranks, lead
 
-    model, backend = load_on_device(request, select_device_backend)
-    assert isinstance(model, Decoder), "a decoder's checkpoint"
-    request.report("reserving KV memory")
-    kv_cache = allocate_kv_pages(model, request.plan, backend)
-    limits = engine_limits(request.plan)
-    speculation = _speculation(model.config, request.plan, request.step_time_model)
-    max_rows = 0 if speculation is None else MAX_SPECULATIVE_ROWS
-    runner = DeviceDecoderRunner(model, kv_cache, backend, limits, request.eager_reason, max_rows)
+        runner = lead(request, plan.placement.rank_devices, select_device_backend, make_device_runner, end_with_ranks)
+    else:
+        model, backend = load_on_device(request, select_device_backend)
+        assert isinstance(model, Decoder), "a decoder's checkpoint"
+        runner = make_device_runner(request, model, backend)
+    model, backend, kv_cache, limits = runner.model, runner.backend, runner.kv_cache, engine_limits(plan)
+    speculation = _speculation(model.config, plan, request.step_time_model)
     adapters = None
     if request.adapters is not None:
         adapters = load_adapter_slots(model, request.adapters, request.report, backend.device)
@@ -110,8 +111,27 @@ def build_device_decoder_engine(
         checkpoints=state_checkpoints(kv_cache),
     )
     engine = _decoder_engine(request, runner, pool, speculation)
+    if plan.steps.prompt_cache is not None:
+        from app.engine.decoder.host_prefixes import HostPrefixes
+
+        store = HostPrefixes(
+            kv_cache, request.step_time_model, plan.steps.prompt_cache_bytes, engine.scheduler.take_moves
+        )
+        engine.scheduler.prefix_store, pool.on_cut = store, store.spill
     engine.adapters = adapters
     return BuiltEngine(engine, runner, model, backend)
+
+
+def make_device_runner(
+    request: BuildRequest[Checkpoint], model: Decoder, backend: DeviceBackend
+) -> DeviceDecoderRunner:
+    """Return the runner of one GPU, with empty pages."""
+    from app.engine.decoder.device_runner import DeviceDecoderRunner
+
+    request.report("reserving KV memory")
+    kv_cache = allocate_kv_pages(model, request.plan, backend)
+    max_rows = MAX_SPECULATIVE_ROWS if request.plan.steps.speculation else 0
+    return DeviceDecoderRunner(model, kv_cache, backend, engine_limits(request.plan), request.eager_reason, max_rows)
 
 
 def _decoder_engine(

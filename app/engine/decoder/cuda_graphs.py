@@ -125,6 +125,7 @@ class StepGraphs:
         self._too_large: dict[bool, int] = {}  # smallest number of tokens without memory, with prompts and without
         self.reason = off  # reason why no more steps are captured; empty if they are
         self.captured: dict[GraphShape, CapturedGraph] = {}
+        self.agree: Callable[[bool], bool] = lambda fits: fits  # of several ranks: True if it is so on all
         self.num_replayed = 0
 
     @property
@@ -142,7 +143,8 @@ class StepGraphs:
 
     def capture(self, shape: GraphShape) -> None:
         """Capture a step of this shape, which computes it several times: all of its rows must be padding."""
-        if self._step_bytes(shape) > min(GRAPHS_BYTES, self._backend.free_bytes()):  # the largest of all counts
+        # The largest of all counts.
+        if not self.agree(self._step_bytes(shape) <= min(GRAPHS_BYTES, self._backend.free_bytes())):
             self._skip_size(shape, "it would take more memory than is kept for captured steps")
             return
         try:

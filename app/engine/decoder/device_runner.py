@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import abc
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -130,12 +131,16 @@ class DeviceForward:
         self.backend = backend
         self.buffer = buffer
         self.adapters: DeviceLoraRows | None = None  # set if the server has LoRA adapters
+        self.has_logits = True  # False if another rank computes them
 
     def logits(
         self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, pictures: StepPictures = NO_PICTURES
     ) -> Tensor:
         which = None if sizes.samples == sizes.tokens else views.logit_rows
-        logits = self.model(self._context(views, bounds, which, pictures))
+        context = self._context(views, bounds, which, pictures)
+        if not self.has_logits:
+            return self.model.hidden(context)
+        logits = self.model(context)
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
@@ -310,6 +315,26 @@ class _StepTask:
         return replace(bounds, num_states=len(self.states.reads), runs=self.states.runs)
 
 
+class DeviceObserver(Protocol):
+    """Learns what a runner does to the memory of its device, in this order, before it is done."""
+
+    def moved(self, sources: list[int], targets: list[int]) -> None:
+        """Rows of keys and values are copied."""
+
+    def sent(self, begin: int, words: Tensor, cells: list[int], pages: list[int]) -> None:
+        """`words` of the input block come from word `begin` on, and these pages into these cells of the page tables."""
+
+    def captures(self, shape: GraphShape) -> None: ...
+
+    def replays(self, shape: GraphShape) -> None: ...
+
+    def computes(self, sizes: StepSizes, bounds: StepBounds, pictures: StepPictures, is_whole: bool) -> None:
+        """An eager step is computed; `is_whole`: hidden states of all tokens."""
+
+    def sampled(self, ids: Tensor) -> None:
+        """The ids of a step's rows have been sampled, on the device."""
+
+
 class DeviceDecoderRunner:
     """The decode runner of a device, for the worker thread. `eager`: reason why no step is captured."""
 
@@ -366,10 +391,41 @@ class DeviceDecoderRunner:
         self._copies_done = True  # True once the last batch's copies and releases are done
         self._last_launched: DeviceInFlightStep | None = None
         self._finished_at = 0.0
+        self._observer: DeviceObserver | None = None
 
     def use_adapters(self, adapters: AdapterSlots) -> None:
         """Let steps add the adapters of their rows; before any step is captured."""
         self._forward.adapters = adapters.device_rows
+
+    # ---- one of several ranks ----------------------------------------------------------------------------------------
+
+    def lead(self, observer: DeviceObserver) -> None:
+        """Let the observer know of everything that other ranks must do too; before any step."""
+        self._observer, self.kv_cache.moved = observer, observer.moved
+
+    def follow_block(self, begin: int, words: Tensor, cells: list[int], pages: list[int]) -> None:
+        """Do what rank 0 has sent to its device."""
+        self._forward.has_logits = False
+        self._block[begin : begin + len(words)].copy_(words)
+        if cells:
+            self._update_tables(cells, pages)
+
+    def follow_shape(self, shape: GraphShape) -> None:
+        if shape in self.graphs.captured:
+            self.graphs.replay(shape)
+        else:
+            self._compute_shape(shape)
+
+    def follow_step(self, sizes: StepSizes, bounds: StepBounds, pictures: StepPictures, is_whole: bool) -> None:
+        if is_whole:
+            self._forward.hidden(self._views(sizes), bounds, pictures)
+        else:
+            self._forward.logits(self._views(sizes), sizes, bounds, pictures)
+
+    def sampled_ids(self, num_rows: int) -> Tensor:
+        return self._ids[:num_rows]
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> DeviceInFlightStep:
         """Launch a step on the device and return without waiting. A released page may be the source of a copy."""
@@ -428,8 +484,11 @@ class DeviceDecoderRunner:
         )
 
     def survives(self, error: Exception) -> bool:
-        """Return True if the backend survives the error and the batch's copies and releases were completed."""
-        return self.backend.recover_from_oom(error) and self._copies_done
+        """Return True if the backend survives the error and the batch's copies and releases were completed.
+
+        Other ranks would wait for what this one has not computed.
+        """
+        return self._observer is None and self.backend.recover_from_oom(error) and self._copies_done
 
     def capture(self, shape: GraphShape) -> None:
         """Capture a step of this shape with padding rows only, preserving the ids of the previous step."""
@@ -441,6 +500,8 @@ class DeviceDecoderRunner:
             fill_logit_rows(views, ())
             fill_states(views, (), (), self._layout)
             self._send(buffer, block_size(sizes), SamplingMode.GREEDY)
+            if self._observer is not None:
+                self._observer.captures(shape)
             self.graphs.capture(shape)
             if not self.graphs.captured:
                 self._logits = None
@@ -511,6 +572,8 @@ class DeviceDecoderRunner:
         logits, scores = self._compute(task)
         self.kv_cache.states.save(task.states.saves)
         report, host_rows = self._sample(task, logits, buffer, mode)
+        if self._observer is not None and task.rows:
+            self._observer.sampled(self.sampled_ids(len(task.rows)))
         ids = buffer.ids[: len(task.rows)]
         if len(ids):
             ids.copy_(self._ids[: len(ids)], non_blocking=True)
@@ -523,35 +586,36 @@ class DeviceDecoderRunner:
         """Copy the input block, of `count` words behind the sampling parameters, and the updates of page tables."""
         begin = self._inputs_start if mode is SamplingMode.GREEDY else 0
         count += self._inputs_start
-        if not self._table_updates:
-            self._block[begin:count].copy_(buffer.block[begin:count], non_blocking=True)
-            return
-        cells, pages, tables = (
-            list(self._table_updates),
-            list(self._table_updates.values()),
-            self.kv_cache.tables.view(-1),
-        )
+        cells, pages = list(self._table_updates), list(self._table_updates.values())
+        if self._observer is not None:
+            self._observer.sent(begin, buffer.block[begin:count], cells, pages)
         num_sent = len(cells) if len(cells) <= MAX_TABLE_UPDATES else 0
         for view, values in zip(table_update_views(buffer.block[count:], num_sent), (cells, pages), strict=True):
             view.numpy()[:] = values[:num_sent]
         end = count + table_update_size(num_sent)
         self._block[begin:end].copy_(buffer.block[begin:end], non_blocking=True)
         if num_sent:
-            tables.index_copy_(0, *table_update_views(self._block[count:], num_sent))
-        else:  # rare; these copies may wait for the device
-            device = tables.device
-            tables.index_copy_(
-                0, torch.tensor(cells, device=device), torch.tensor(pages, dtype=torch.int32, device=device)
-            )
+            self.kv_cache.tables.view(-1).index_copy_(0, *table_update_views(self._block[count:], num_sent))
+        elif cells:  # rare; these copies may wait for the device
+            self._update_tables(cells, pages)
         self._table_updates.clear()
+
+    def _update_tables(self, cells: list[int], pages: list[int]) -> None:
+        tables = self.kv_cache.tables.view(-1)
+        device = tables.device
+        tables.index_copy_(0, torch.tensor(cells, device=device), torch.tensor(pages, dtype=torch.int32, device=device))
 
     def _compute(self, task: _StepTask) -> tuple[Tensor, list[SpanScores]]:
         """Compute a step. Return the logits [rows, vocab], and scores of prompts."""
         if task.shape is not None:
+            if self._observer is not None:
+                self._observer.replays(task.shape)
             self.graphs.replay(task.shape)
             assert self._logits is not None, "a captured step writes its logits"
             return self._logits[: len(task.rows)], []
         views, scores = self._views(task.sizes), list[SpanScores]()
+        if self._observer is not None:
+            self._observer.computes(task.sizes, task.bounds, task.pictures, bool(task.batch.scored))
         if task.batch.scored:
             hidden = self._forward.hidden(views, task.bounds, task.pictures)
             scores = score_prompts(task.batch, hidden, self._forward.logits_of)
@@ -567,6 +631,8 @@ class DeviceDecoderRunner:
         """Compute a step of a captured shape. The work depends only on the input block."""
         sizes = shape.sizes
         logits = self._forward.logits(self._views(sizes), sizes, StepBounds.of_shape(shape))
+        if not self._forward.has_logits:
+            return
         if self._logits is None:
             vocab_size = logits.shape[1]
             rows = min(self.shapes.largest.samples, max(len(logits), GRAPHS_BYTES // (8 * vocab_size)))

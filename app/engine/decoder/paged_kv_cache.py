@@ -7,7 +7,7 @@ holds the tensors: memory, page tables that kernels read, and copies within the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from app.engine.decoder.device_states import DeviceStates
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.scheduler.batch import KvCopy, ScheduledSpan, Sequence
-from armature_kernels.attention.attention import KvRows, KvSegment, token_bytes
+from armature_kernels.attention.attention import KvSegment, token_bytes, view_kv_rows
 from armature_kernels.attention.paged import PAGE_TOKENS
 
 PADDING_PAGE = 0  # the page that no slot owns; padding rows are written to it
@@ -72,7 +72,7 @@ class PageTables:
         self._release(released, {row // PAGE_TOKENS for rows in sources for row in rows})
         moves: dict[int, int] = {}  # keyed by target, because a later copy to the same row replaces an earlier one
         for copy, rows in zip(copies, sources, strict=True):
-            moves.update(zip(self._own_rows(copy.target, copy.start, copy.end, allocate=True), rows, strict=True))
+            moves.update(zip(self.own_rows(copy.target, copy.start, copy.end, allocate=True), rows, strict=True))
         return list(moves.values()), list(moves)
 
     def prepare_tables(self, spans: Iterable[ScheduledSpan]) -> RowMoves:
@@ -86,8 +86,8 @@ class PageTables:
             shared = span.prefix_tokens if span.prefix_slot is not None else 0
             whole = shared // PAGE_TOKENS * PAGE_TOKENS
             if whole < shared and span.prefix_slot is not None:
-                sources += self._own_rows(span.prefix_slot, whole, shared)
-                targets += self._own_rows(span.slot, whole, shared, allocate=True)
+                sources += self.own_rows(span.prefix_slot, whole, shared)
+                targets += self.own_rows(span.slot, whole, shared, allocate=True)
             self._make_table(span, shared // PAGE_TOKENS)
             self._owners[span.slot] = owner
         return sources, targets
@@ -97,7 +97,7 @@ class PageTables:
         rows: list[int] = []
         for span in spans:
             assert span.start >= span.prefix_tokens, "a step never writes into a prefix that others share"
-            rows += self._own_rows(span.slot, span.start, span.end, allocate=True)
+            rows += self.own_rows(span.slot, span.start, span.end, allocate=True)
         return rows
 
     def pages(self, slot: int, end: int) -> list[int]:
@@ -109,7 +109,7 @@ class PageTables:
         self._changed.clear()
         return changed, [self._tables[at // self.max_pages][at % self.max_pages] for at in changed]
 
-    def _own_rows(self, slot: int, start: int, end: int, allocate: bool = False) -> list[int]:
+    def own_rows(self, slot: int, start: int, end: int, allocate: bool = False) -> list[int]:
         """Return the rows of positions `[start, end)`, all on private pages. `allocate` adds missing pages."""
         own = self._own[slot]
         rows: list[int] = []
@@ -155,7 +155,7 @@ class PageTables:
     def _rows_before(self, earlier: Items[KvCopy], positions: SlotRange) -> list[int]:
         """Return the rows that hold these positions before any copy of the batch; they exist after `earlier`."""
         return [
-            row for slot, start, end in _original_ranges(earlier, positions) for row in self._own_rows(slot, start, end)
+            row for slot, start, end in _original_ranges(earlier, positions) for row in self.own_rows(slot, start, end)
         ]
 
 
@@ -181,7 +181,6 @@ class PagedKvCache:
 
     def __init__(self, shape: KvShape, dtype: torch.dtype, num_pages: int, device: torch.device) -> None:
         """Allocate memory for `num_pages` pages of `tokens_per_page` tokens and the page tables on the device."""
-        assert dtype.is_floating_point, "pages hold floating-point keys and values, not quantized ones"
         self.shape = shape
         self.dtype = dtype
         self.token_bytes = token_bytes(shape.num_kv_heads, shape.head_dim, dtype)  # bytes of one layer
@@ -192,14 +191,15 @@ class PagedKvCache:
         self._pages = PageTables(shape.num_slots, shape.max_len, num_pages)
         self.stride = self._pages.max_pages * PAGE_TOKENS
         # The memory is zeroed, because a kernel may multiply masked values by zero, and zero times NaN is NaN.
-        size = ((num_pages + 1) * PAGE_TOKENS, 2 * shape.num_kv_heads * shape.head_dim)
-        self._memory = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-        self.layers = [_layer(memory, shape, self.token_bytes) for memory in self._memory]
+        size = ((num_pages + 1) * PAGE_TOKENS, self.token_bytes)
+        self._memory = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(shape.num_layers)]
+        self.layers = [view_kv_rows(one, shape.num_kv_heads, shape.head_dim, dtype) for one in self._memory]
         # The table has one more row than there are slots. A padding sequence has slot `num_slots`, whose entries
         # are all page 0.
         self.tables = torch.zeros((shape.num_slots + 1, self._pages.max_pages), dtype=torch.int32, device=device)
         self.states = DeviceStates(shape, device)
         self._requested_moves: list[RowMoves] = []  # row moves that were requested and are not yet expanded to layers
+        self.moved: Callable[[list[int], list[int]], None] = lambda sources, targets: None  # called before each move
         # moves that are not yet done: memory of a layer, rows to read, rows to write
         self._moves: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -212,10 +212,30 @@ class PagedKvCache:
 
     def apply_copies(self, copies: Items[KvCopy], released: Iterable[tuple[int, int, int]]) -> None:
         """Do the copies, as if one after the other, and then the releases of a batch, before its spans."""
-        self._move(self._pages.apply_copies(copies, released))
+        self.move_rows(self._pages.apply_copies(copies, released))
+
+    def read_block(self, rows: Tensor, slot: int, prefix_slot: int | None, prefix_tokens: int, start: int) -> None:
+        """Copy the tokens from position `start` on of a slot to `rows`, as many as fit.
+
+        `rows` is uint8 [layers * tokens * token_bytes] in host memory. Positions below `prefix_tokens` are in `prefix_slot`.
+        """
+        block = rows.view(self.shape.num_layers, -1, self.token_bytes)
+        end = start + block.shape[1]
+        border = start if prefix_slot is None else min(max(prefix_tokens, start), end)
+        shared = [] if prefix_slot is None else self._pages.own_rows(prefix_slot, start, border)
+        read = torch.tensor([*shared, *self._pages.own_rows(slot, border, end)]).to(self.tables.device)
+        for layer, memory in enumerate(self._memory):
+            block[layer].copy_(memory.index_select(0, read))
+
+    def write_block(self, rows: Tensor, slot: int, start: int, first: int, end: int) -> None:
+        """Store the tokens of positions `[first, end)` of `rows`, whose first token has position `start`, in a slot."""
+        block = rows.view(self.shape.num_layers, -1, self.token_bytes)[:, first - start : end - start]
+        written = torch.tensor(self._pages.own_rows(slot, first, end, allocate=True)).to(self.tables.device)
+        for memory, part in zip(self._memory, block, strict=True):
+            memory.index_copy_(0, written, part.to(memory.device))
 
     def written_rows(self, spans: Items[ScheduledSpan]) -> list[int]:
-        self._move(self._pages.prepare_tables(spans))
+        self.move_rows(self._pages.prepare_tables(spans))
         return self._pages.written_rows(spans)
 
     def take_updates(self) -> tuple[list[int], list[int]]:
@@ -239,9 +259,10 @@ class PagedKvCache:
         """Give back the whole pages among positions `[start, end)`; the last one too if `end` is `max_len`."""
         self.apply_copies((), ((slot, start, end),))
 
-    def _move(self, moves: RowMoves) -> None:
+    def move_rows(self, moves: RowMoves) -> None:
         """Do row moves in every layer; moves that failed for lack of memory are done first in the next call."""
         if moves[0]:
+            self.moved(*moves)
             self._requested_moves.append(moves)
         while self._requested_moves:
             self._moves += self._layer_moves(*self._requested_moves[0])
@@ -258,11 +279,6 @@ class PagedKvCache:
         # Split the moves into parts, but only if no part writes rows that a later part reads.
         together = len(sources) if _pages_of_rows(sources) & _pages_of_rows(targets) else _MAX_MOVED_ROWS
         return [(memory, read, written) for memory in self._memory for read, written in torch.split(rows, together, 1)]
-
-
-def _layer(memory: Tensor, shape: KvShape, token_bytes: int) -> KvRows:
-    rows = memory.view(-1, 2, shape.num_kv_heads, shape.head_dim)
-    return KvRows(rows[:, 0], rows[:, 1], token_bytes)
 
 
 def _pages_of_rows(rows: list[int]) -> set[int]:

@@ -186,6 +186,9 @@ class KvSlots:
         self.tokens_per_page = tokens_per_page
         self.capacity_tokens = capacity_tokens // tokens_per_page * tokens_per_page
         self.used_tokens = 0  # tokens of whole pages
+        self.on_cut: Callable[[KvSlot, int], None] = lambda slot, end: (
+            None
+        )  # before a cached slot loses what follows `end`
         self._shrunk: set[int] = set()
         self._ticks = 0
 
@@ -292,6 +295,7 @@ class KvSlots:
 
     def _take_slot(self, placement: Placement) -> KvSlot:
         slot = min(self._available(placement), key=lambda slot: (slot.num_tokens > 0, slot.used_at))
+        self.on_cut(slot, 0)
         self._shrink(slot, 0)
         return slot
 
@@ -302,7 +306,9 @@ class KvSlots:
             if not cached:
                 return False
             slot = min(cached, key=lambda slot: slot.used_at)
-            self._shrink(slot, max(self._pinned(slot), self._range(slot)[1] - missing))
+            end = max(self._pinned(slot), self._range(slot)[1] - missing)
+            self.on_cut(slot, end)
+            self._shrink(slot, end)
         return True
 
     def _shrink(self, slot: KvSlot, end: int) -> None:

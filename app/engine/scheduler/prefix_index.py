@@ -6,6 +6,7 @@ only costs time. The reference is the comparison with all slots (`longest_match`
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as Items
 from typing import Protocol
 
@@ -38,10 +39,8 @@ class PrefixIndex:
         """
         self._update(slots)
         found: set[int] | frozenset[int] = frozenset()
-        last, at = hash(scope), 0
-        for end in _ends(0, min(limit, len(token_ids))):
-            last, at = hash((last, *token_ids[at:end])), end
-            deeper = self._slots.get(last)
+        for _, block in block_hashes(token_ids, limit, scope):
+            deeper = self._slots.get(block)
             if not deeper:
                 break
             found = deeper
@@ -74,6 +73,14 @@ class PrefixIndex:
             last, at = hash((last, *slot.token_ids[at:end])), end
             hashes.append(last)
             self._slots.setdefault(last, set()).add(slot.index)
+
+
+def block_hashes(token_ids: Items[int], limit: int, scope: Hashable) -> Iterator[tuple[int, int]]:
+    """Yield the end and the hash of each whole block of the first `limit` tokens."""
+    last, at = hash(scope), 0
+    for end in _ends(0, min(limit, len(token_ids))):
+        last, at = hash((last, *token_ids[at:end])), end
+        yield end, last
 
 
 def _count(num_tokens: int) -> int:

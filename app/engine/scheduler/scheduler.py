@@ -16,6 +16,7 @@ from operator import attrgetter
 from app.engine.scheduler.batch import (
     Batch,
     Grammar,
+    KvCopy,
     PromptScoring,
     SampledTokens,
     ScheduledSpan,
@@ -464,6 +465,10 @@ class Scheduler:
     def _would_admit(self) -> bool:
         fits = 0 < self.queues.oldest_width() <= self._free_places()
         return fits and self._allocator.can_admit(self.queues.waiting[0])
+
+    def take_moves(self) -> tuple[tuple[KvCopy, ...], tuple[tuple[int, int, int], ...]]:
+        """Return the copies and releases that the next step would begin with, for a store that does them before."""
+        return self._allocator.take_copies(), self.pool.take_released()
 
     def _read_prefixes(
         self, store: PrefixStore, shares: Items[tuple[Sequence, int]], beside_decodes: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.errors import NoRecipe, PlanImpossible
 from app.hardware.decision import ALL_KINDS, Decided, Decision, PlanPart, RecipeKey, format_bytes, format_count
@@ -28,12 +28,15 @@ class DevicePlan(PlanPart):
     """Decisions about the device.
 
     `cuda_device` is nvidia-smi's index. `visible_devices` is the value of CUDA_VISIBLE_DEVICES: CUDA lists the fastest
-    GPU first, nvidia-smi sorts by bus, but a UUID means the same to both.
+    GPU first, nvidia-smi sorts by bus, but a UUID means the same to both. `rank_devices` are the GPUs among which the model
+    is split, the one with the least free memory first.
     """
 
     device: Decided[str] = Decided(ALL_KINDS)
     cuda_device: Decided[int | None] = Decided(ALL_KINDS)
     visible_devices: Decided[str | None] = Decided()
+    tensor_parallel: Decided[int] = Decided()
+    rank_devices: Decided[tuple[str, ...]] = Decided()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,10 @@ class DeviceChoice:
     @classmethod
     def without_gpu(cls, device: Decision[str]) -> DeviceChoice:
         reason = "No NVIDIA GPU is used."
-        return cls(DevicePlan(device, Decision(None, reason), Decision(None, reason)))
+        plan = DevicePlan(
+            device, Decision(None, reason), Decision(None, reason), Decision(1, reason), Decision((), reason)
+        )
+        return cls(plan)
 
 
 def choose_device(
@@ -66,7 +72,16 @@ def choose_device(
             else f"Serving on {settings.device} is not supported yet. {list_recipes(recipes)}"
         )
     if device.value == "cuda":
-        return _with_gpu(facts, settings, device)
+        return (
+            _with_gpu(facts, settings, device)
+            if settings.tensor_parallel == 1
+            else _ranks(facts, settings, device, needs)
+        )
+    if settings.tensor_parallel > 1:
+        raise PlanImpossible(
+            f"tensor_parallel is {settings.tensor_parallel}, but device is {device.value}, and models are split among NVIDIA GPUs"
+            f" only. {device.reason}"
+        )
     if settings.cuda_device != "auto":
         raise PlanImpossible(
             f"cuda_device is {settings.cuda_device}, but device is {device.value}: {device.reason} Leave cuda_device at auto."
@@ -80,6 +95,10 @@ def fallback_to_cpu(choice: DeviceChoice, settings: Settings, refusal: str) -> D
         return None
     name = choice.gpu.name if choice.gpu else "The Apple GPU"
     return DeviceChoice.without_gpu(Decision("cpu", f"{name} is present, but cannot serve these settings. {refusal}"))
+
+
+def suited_gpus(facts: Facts) -> list[CudaDevice]:
+    return [gpu for gpu in facts.cuda if not _unsuitable_gpu_reason(gpu)]
 
 
 def cuda_name(gpu: CudaDevice) -> str:
@@ -215,7 +234,46 @@ def _with_gpu(facts: Facts, settings: Settings, device: Decision[str]) -> Device
     best = max(suited, key=lambda gpu: (_free_bytes(gpu), -gpu.index))
     visible: Decision[str | None] = Decision(cuda_name(best), "The process sees only the GPU that it serves on.")
     chosen: Decision[int | None] = Decision(best.index, _gpu_reason(best, facts, asked == "auto"))
-    return DeviceChoice(DevicePlan(device, chosen, visible), best)
+    alone = "Not asked for: the model is on one GPU."
+    return DeviceChoice(DevicePlan(device, chosen, visible, Decision(1, alone), Decision((), alone)), best)
+
+
+def _ranks(facts: Facts, settings: Settings, device: Decision[str], needs: Needs | None) -> DeviceChoice:
+    """Choose the GPUs among which a model is split. Raises `PlanImpossible` if there are too few."""
+    number = settings.tensor_parallel
+    if settings.cuda_device != "auto":
+        raise PlanImpossible(f"tensor_parallel is {number}, but cuda_device names one GPU: leave it at auto.")
+    if needs is not None and needs.adapter_elements:
+        raise PlanImpossible(f"tensor_parallel is {number}, and LoRA adapters are not split yet: leave lora out.")
+    gpus = sorted(suited_gpus(facts), key=_free_bytes, reverse=True)[:number]
+    if len(gpus) < number:
+        raise PlanImpossible(f"tensor_parallel is {number}, but the usable GPUs of this machine are {len(gpus)}.")
+    gpus.reverse()  # the plan counts the memory of the first one, which has the least
+    names, first = tuple(map(cuda_name, gpus)), gpus[0]
+    split: Decision[int] = Decision(
+        number,
+        f"Asked for: each of {number} GPUs has a part of the heads and of each MLP, and they add up their results twice a layer."
+        " Not verified on hardware.",
+    )
+    why = "The process of each rank sees its own GPU."
+    chosen: Decision[int | None] = Decision(first.index, f"Of {number} GPUs, the one with the least free memory leads.")
+    return DeviceChoice(DevicePlan(device, chosen, Decision(names[0], why), split, Decision(names, why)), first)
+
+
+def needs_of_rank(needs: Needs, ranks: int) -> Needs:
+    """Return the needs of one of several GPUs: its part of the layers, and whole tables and output layer."""
+    whole = 2 * 2 * needs.vocab_size * needs.hidden_size  # BF16
+
+    def part(sizes: Mapping[str, int]) -> dict[str, int]:
+        return {name: max(0, size - whole) // ranks + min(size, whole) for name, size in sizes.items()}
+
+    return replace(
+        needs,
+        bytes_by_precision=part(needs.bytes_by_precision),
+        device_bytes_by_precision=part(needs.device_bytes_by_precision),
+        kv_elements_per_token=needs.kv_elements_per_token // ranks,
+        num_kv_heads=needs.num_kv_heads // ranks,
+    )
 
 
 def _free_bytes(gpu: CudaDevice) -> int:
@@ -230,6 +288,5 @@ def _gpu_reason(best: CudaDevice, facts: Facts, is_auto: bool) -> str:
         return f"The only one: {best.name}{free}."
     return (
         f"Of {format_count(len(facts.cuda), 'GPU')}, the one with the most free memory{free}. "
-        "A process serves on one GPU: start another process "
-        "with its own cuda_device for each of the others."
+        "An engine serves on one GPU: data_parallel starts one on each of several."
     )

@@ -13,7 +13,7 @@ from app.hardware.facts import CudaDevice, Facts, Needs, to_json_value
 from app.hardware.plan import capacity, devices, memory_budget, speed
 from app.hardware.plan import threads as parallel
 from app.hardware.plan.capacity import MemoryCapacity
-from app.hardware.plan.devices import DEVICE_KERNELS, DeviceChoice, DevicePlan
+from app.hardware.plan.devices import DEVICE_KERNELS, DeviceChoice, DevicePlan, needs_of_rank
 from app.hardware.plan.engine import BY_TRANSFORMERS, decide_engine
 from app.hardware.plan.memory_budget import MemoryDemand
 from app.hardware.plan.precision import (
@@ -59,8 +59,10 @@ class StepOptions(PlanPart):
     deterministic: Decided[bool] = Decided()
     engine_process: Decided[bool] = Decided()
     api_processes: Decided[int] = Decided()
+    data_parallel: Decided[int] = Decided()
 
 
+HOST_MEMORY = "memory"  # as `prompt_cache`, in place of a folder
 API_PROCESS_REASON = (
     "One process writes more tokens per second than most engines make; each further one takes a core and has a tokenizer of"
     " its own."
@@ -84,7 +86,36 @@ def decide_api_processes(settings: Settings) -> Decision[int]:
     return Decision(1, API_PROCESS_REASON)
 
 
+def _data_parallel(settings: Settings, device: str) -> Decision[int]:
+    """Decide the number of engines. Raises `PlanImpossible` for what several engines cannot have in common."""
+    number = settings.data_parallel
+    if number == 1:
+        return Decision(1, "Not asked for: one engine serves the model.")
+    if decide_api_processes(settings).value > 1:
+        raise PlanImpossible(f"data_parallel is {number}, and several API processes are not offered with it yet.")
+    if settings.lora_root is not None:
+        raise PlanImpossible(
+            f"data_parallel is {number}, but lora_root is set: adapters that clients load reach one engine only. List them with lora."
+        )
+    if settings.tensor_parallel > 1:
+        raise PlanImpossible(f"data_parallel is {number}, and tensor_parallel is not offered with it yet.")
+    if settings.cuda_device != "auto":
+        raise PlanImpossible(f"data_parallel is {number}, but cuda_device names one GPU: leave it at auto.")
+    each = "a part of the processor's cores and memory" if device == "cpu" else "a GPU"
+    return Decision(
+        number,
+        f"Asked for: so many engines have {each} each. A request goes to the engine with the least to do, where the tokens of its"
+        " prompt that an engine has computed count as done.",
+    )
+
+
 def _engine_process(settings: Settings, device: str) -> Decision[bool]:
+    if settings.data_parallel > 1 and settings.engine_process == "off":
+        raise PlanImpossible(
+            f"engine_process must not be off with data_parallel={settings.data_parallel}: each engine computes in a process."
+        )
+    if settings.data_parallel > 1:
+        return Decision(True, "Each of several engines computes in a process of its own.")
     if decide_api_processes(settings).value > 1:
         if settings.engine_process == "off":
             raise PlanImpossible(
@@ -121,6 +152,7 @@ def decide_step_options(settings: Settings, measurements: Measurements | None, s
         ),
         engine_process=_engine_process(settings, served.device),
         api_processes=decide_api_processes(settings),
+        data_parallel=_data_parallel(settings, served.device),
     )
 
 
@@ -273,10 +305,26 @@ def _draft_model(settings: Settings, served: StepOptionInputs) -> Decision[str |
 def _prompt_cache(settings: Settings, served: StepOptionInputs) -> Decision[str | None]:
     if settings.prompt_cache is None:
         return Decision(None, "Not asked for: prefixes are cached in memory only.")
+    in_memory = str(settings.prompt_cache) == HOST_MEMORY
+    if in_memory and served.needs is not None and served.needs.state_bytes:
+        raise PlanImpossible(
+            f"prompt_cache is {HOST_MEMORY}, but recurrent states are not kept there: leave it out, or give a folder."
+        )
+    if in_memory and served.device == "cuda" and settings.tensor_parallel == 1:
+        return Decision(
+            HOST_MEMORY,
+            "Asked for: keys and values that leave the GPU's memory are kept in the host's, and copied back where that is faster than"
+            " computing.",
+        )
+    if in_memory:
+        raise PlanImpossible(
+            f"prompt_cache is {HOST_MEMORY}, which is for one NVIDIA GPU: give a folder, or leave it out, since prefixes are in"
+            " memory anyway."
+        )
     if served.device != "cpu":
         raise PlanImpossible(
-            "prompt_cache is set, but keys and values in a GPU's memory are not kept: leave it out, or serve on the processor "
-            "(device=cpu)."
+            f"prompt_cache is a folder, but keys and values of a GPU are kept in the host's memory only: set it to {HOST_MEMORY},"
+            " leave it out, or serve on the processor (device=cpu)."
         )
     return Decision(
         str(settings.prompt_cache.expanduser()),
@@ -437,6 +485,8 @@ def _plan_on(
     recipes: Collection[RecipeKey],
 ) -> ServingPlan:
     kind = choice.plan.device
+    if needs is not None and settings.tensor_parallel > 1:
+        needs = needs_of_rank(needs, settings.tensor_parallel)
     device = memory_budget.find_device_memory(facts, settings, kind, choice.gpu)
     kernels = software.decide_native_kernels(facts) if device is None else devices.decide_device_kernels(kind)
     by_library = decide_engine(settings, needs, kind).value == "transformers"

@@ -252,7 +252,7 @@ def decide_kv_precision(
                 "Leave kv_precision at auto, or set precision to bf16, int8 or int4."
             )
         return Decision(activation_precision, "The dtype of the activations.")
-    if kind != "cpu":
+    if kind == "mps":
         if settings.kv_precision == "int8":
             raise PlanImpossible(
                 f"kv_precision is int8, but on {kind} keys and values have the activations' dtype (bf16): leave it at auto."

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from armature_kernels.attention.attention import token_bytes, view_kv_rows
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.paged import PAGE_TOKENS, paged_attention_torch
 from armature_kernels.triton import attention, prompts
@@ -66,6 +67,22 @@ def test_decodes_and_prompts_in_one_step(gpu: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_halves(dtype: torch.dtype, gpu: torch.device) -> None:
     equal_to_the_twin(Shape(4, 2, 64, dtype), [(1, 100), (20, 90)], 1, PLAIN, gpu)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_in_int8(dtype: torch.dtype, gpu: torch.device) -> None:
+    query, plain, step = made_step(Shape(6, 2, 32, dtype), [(1, 100), (1, 70), (33, 90)], 2, gpu)
+    memory = torch.full((len(plain.keys), token_bytes(2, 32, torch.int8)), 255, dtype=torch.uint8, device=gpu)
+    kv = view_kv_rows(memory, 2, 32, torch.int8)  # 255: scales outside any context are NaN
+    used = plain.keys.isfinite().flatten(1).all(1).nonzero().flatten()
+    kv.write(used, plain.keys[used], plain.values[used])
+    out = torch.full(query.shape, torch.nan, dtype=dtype, device=gpu)
+    spec = AttentionSpec(0.3, window=80)
+    attend_decodes(query, kv, step, spec, out)
+    attend_prompts(query, kv, step, spec, out)
+    rtol, atol = CLOSE[dtype]
+    torch.testing.assert_close(out, paged_attention_torch(query, kv, step, spec), rtol=rtol, atol=atol)
+    assert (out - paged_attention_torch(query, plain, step, spec)).abs().max() < 0.05
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 256), (3, 1, 96), (20, 1, 40)])

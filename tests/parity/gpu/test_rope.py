@@ -83,6 +83,24 @@ def test_rope_is_applied_to_texts_as_the_reference_does(
     assert torch.equal(heads.product, before)  # an element's partner is read there
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_in_int8_are_those_of_the_reference(dtype: torch.dtype, gpu: torch.device) -> None:
+    heads = heads_of(gpu, (3, 4, 2, 24), 24, True, dtype)
+    heads.product[1, 6 * 24 : 7 * 24] = 0.0  # the first head of values
+    heads.product[2, 5 * 24 + 3] = torch.nan  # the second head of keys
+    _, key, value = turn.apply_rope_to_qkv_torch(heads)
+    memories = [torch.zeros(ROWS, token_bytes(2, 24, torch.int8), dtype=torch.uint8, device=gpu) for _ in range(2)]
+    found, expected = (view_kv_rows(memory, 2, 24, torch.int8) for memory in memories)
+    rows = torch.tensor([4, 9, 6], device=gpu)
+    turn.apply_rope_and_write_kv(heads, found, rows)
+    expected.write(rows, key, value)
+    rtol = 2**-7 if dtype == torch.bfloat16 else 1e-6  # a turned key may round to its neighbour
+    for one, twin in ((found.key_scales, expected.key_scales), (found.value_scales, expected.value_scales)):
+        torch.testing.assert_close(one, twin, rtol=rtol, atol=0, equal_nan=True)
+    for one, twin in ((found.keys, expected.keys), (found.values, expected.values)):
+        assert (one.int() - twin.int()).abs().max() <= (2 if dtype == torch.bfloat16 else 1)
+
+
 def test_bad_values_stay_in_their_head(gpu: torch.device) -> None:
     heads = heads_of(gpu, (3, 2, 2, 16), 16, True, torch.float32)
     heads.product[1, 2 * 16 + 3] = torch.nan  # the first key of token 1

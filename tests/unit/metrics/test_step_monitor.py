@@ -73,7 +73,7 @@ class Watched:
         self.metrics = Metrics()
         self.log = self.metrics.step_log
         self.recorder = StepRecorder(self.metrics, lambda: self.now)
-        self.watch = StepMonitor(self.recorder.record, self.recorder.began, clock=lambda: self.now)
+        self.watch = StepMonitor(self.recorder.record, self.recorder.began[0], clock=lambda: self.now)
         self.model = StepTimeModel()
         self.done: SimpleQueue[StepStats] = SimpleQueue()
         self.was_enabled: list[bool] = []
@@ -121,7 +121,7 @@ def watched() -> Iterator[Watched]:
 def test_steps_are_counted_by_path() -> None:
     metrics = Metrics()
     recorder = StepRecorder(metrics)
-    monitor = StepMonitor(recorder.record, recorder.began)
+    monitor = StepMonitor(recorder.record, recorder.began[0])
     try:
         for is_native in (False, True, True):
             monitor.begin()

@@ -142,9 +142,21 @@ def test_a_step_may_not_write_into_a_shared_prefix() -> None:
         cache.written_rows([span_of(29, 2, slot=2, prefix_slot=0, prefix_tokens=30)])
 
 
-def test_codes_are_not_held_in_pages() -> None:
-    with pytest.raises(AssertionError, match="not quantized ones"):
-        cache_of(dtype=torch.int8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_block_that_leaves_comes_back_to_another_slot(dtype: torch.dtype) -> None:
+    """It begins in a prefix that the slot shares, and ends behind it."""
+    cache = cache_of(dtype=dtype)
+    fill(cache, span_of(0, 70))
+    own = span_of(70, 60, slot=2, prefix_slot=0, prefix_tokens=70)
+    fill(cache, own, seed=1)
+    block = torch.empty(66 * cache.bytes_per_token, dtype=torch.uint8)
+    cache.read_block(block, 2, 0, 70, 64)
+    cache.write_block(block, 3, 64, 65, 130)
+    for layer in cache.layers:
+        there = [cache.row(0, at) for at in range(65, 70)] + [cache.row(2, at) for at in range(70, 130)]
+        here = [cache.row(3, at) for at in range(65, 130)]
+        for one, other in zip(layer.gather(torch.tensor(here)), layer.gather(torch.tensor(there)), strict=True):
+            assert torch.equal(one, other) and one.abs().sum() > 0
 
 
 # ---- copies --------------------------------------------------------------------------------------------------------

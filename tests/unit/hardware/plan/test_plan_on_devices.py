@@ -14,6 +14,7 @@ from app.errors import PlanImpossible
 from app.hardware.facts import Cgroup, CudaDevice, Facts, Needs
 from app.hardware.plan import memory_budget
 from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.plan.shares import divide_machine
 from app.settings import Settings
 from planned_machines import GIB, ON_GPUS, machine
 
@@ -224,9 +225,47 @@ def test_how_a_gpu_makes_its_steps(recorded: Recorded, llama_1b: Needs) -> None:
         chosen(recorded("mac-m4-pro"), llama_1b, compile="on", device="mps")
 
 
+def test_keys_and_values_in_int8_on_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
+    exact, codes = (chosen(recorded("h200"), llama_1b, device="cuda", kv_precision=one) for one in ("auto", "int8"))
+    assert (exact.weights.kv_precision, codes.weights.kv_precision) == ("bf16", "int8")
+    with pytest.raises(PlanImpossible, match="kv_precision is int8, but on mps"):
+        chosen(recorded("mac-m4-pro"), llama_1b, device="mps", precision="bf16", kv_precision="int8")
+
+
 def test_prompts_are_not_kept_from_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
-    with pytest.raises(PlanImpossible, match="prompt_cache is set, but keys and values in a GPU's memory are not kept"):
+    with pytest.raises(PlanImpossible, match="keys and values of a GPU are kept in the host's memory only"):
         chosen(recorded("h200"), llama_1b, prompt_cache="/kept", device="cuda")
+    assert chosen(recorded("h200"), llama_1b, prompt_cache="memory", device="cuda").steps.prompt_cache == "memory"
+    with pytest.raises(PlanImpossible, match="prompt_cache is memory, which is for one NVIDIA GPU"):
+        chosen(recorded("h200"), llama_1b, prompt_cache="memory", device="cpu")
+
+
+def test_several_engines_and_ranks(recorded: Recorded, llama_1b: Needs) -> None:
+    host = recorded("h200")
+    first = host.cuda[0]
+    fuller = dataclasses.replace(first, index=1, uuid="GPU-2", free_bytes=(first.free_bytes or 0) // 2)
+    host = dataclasses.replace(host, cuda=(first, fuller))
+    split = chosen(host, llama_1b, tensor_parallel=2, device="cuda")
+    alone = chosen(host, llama_1b, device="cuda")
+    assert (split.placement.tensor_parallel, len(set(split.placement.rank_devices))) == (2, 2)
+    assert split.placement.visible_devices == split.placement.rank_devices[0] == "GPU-2", "it has the least memory"
+    assert split.memory.weight_bytes < alone.memory.weight_bytes and alone.placement.rank_devices == ()
+    parts = divide_machine(host, "cuda", 2)
+    assert [len(part.cuda) for part in parts] == [1, 1] and parts[0].cuda != parts[1].cuda
+    for settings, words in (
+        ({"tensor_parallel": 3}, "the usable GPUs of this machine are 2"),
+        ({"tensor_parallel": 2, "cuda_device": 0}, "cuda_device names one GPU"),
+        ({"tensor_parallel": 2, "device": "cpu"}, "models are split among NVIDIA GPUs only"),
+        ({"tensor_parallel": 2, "data_parallel": 2}, "tensor_parallel is not offered with it"),
+        ({"data_parallel": 2, "cuda_device": 0}, "cuda_device names one GPU"),
+        ({"data_parallel": 2, "api_processes": 2}, "several API processes are not offered"),
+        ({"data_parallel": 2, "engine_process": "off"}, "each engine computes in a process"),
+        ({"data_parallel": 2, "lora_root": "/adapters"}, "adapters that clients load reach one engine only"),
+    ):
+        with pytest.raises(PlanImpossible, match=words):
+            chosen(host, llama_1b, **settings)
+    with pytest.raises(PlanImpossible, match="the usable GPUs of this machine are 2"):
+        divide_machine(host, "cuda", 3)
 
 
 def test_encoders_on_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
