@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +278,26 @@ def test_a_class_that_reads_weights_itself_is_served_with_its_own(
     assert not any(isinstance(one, loading.PackedLinear) for one in exact.runner.steps.model.modules())
     with pytest.raises(CheckpointInvalid, match="cannot generate with it in int8"):
         build_engine(directory, precision="int8")
+
+
+_START = """
+import sys
+from pathlib import Path
+import torch
+from app.engine.transformers.build import import_library
+import_library()
+import transformers
+from app.engine.transformers.loading import load_model
+from app.weights.checkpoint import open_checkpoint
+load_model(open_checkpoint(Path(sys.argv[1]), "transformers"), torch.float32, torch.device("cpu"))
+print([name for name in ("torch._dynamo", "torch.distributed.tensor", "torchao", "triton") if name in sys.modules])
+print(torch.compiler.disable(len) is not len, sys.modules["torch._dynamo"].__file__)
+"""
+
+
+def test_a_start_imports_no_compiler_which_is_whole_if_it_is_wanted_later(written: Any) -> None:
+    directory, _ = written("MistralForCausalLM")
+    run = subprocess.run([sys.executable, "-c", _START, directory], capture_output=True, text=True, check=False)
+    imported, compiler = (run.stdout.splitlines() + ["", ""])[:2]
+    assert imported == "[]", run.stderr
+    assert compiler.startswith("True /") and compiler.endswith("__init__.py"), run.stderr

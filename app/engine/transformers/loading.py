@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from app.backends.base import BaseBackend
 from app.engine.build import BuildRequest, percent_reporter
 from app.errors import CheckpointInvalid, StepFailed
+from app.hardware.imports import compiler_absent
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import QUANTIZED_PRECISIONS
 from app.models.transformers_config import TransformersConfig
@@ -83,13 +84,14 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, info = getattr(transformers, checkpoint.model_config.architecture).from_pretrained(
-            checkpoint.directory,
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with compiler_absent():
+            model, info = getattr(transformers, checkpoint.model_config.architecture).from_pretrained(
+                checkpoint.directory,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         raise CheckpointInvalid(
             f"transformers {transformers.__version__} cannot load this checkpoint: {first_line(error)}"
