@@ -298,6 +298,6 @@ print(torch.compiler.disable(len) is not len, sys.modules["torch._dynamo"].__fil
 def test_a_start_imports_no_compiler_which_is_whole_if_it_is_wanted_later(written: Any) -> None:
     directory, _ = written("MistralForCausalLM")
     run = subprocess.run([sys.executable, "-c", _START, directory], capture_output=True, text=True, check=False)
-    imported, compiler = (run.stdout.splitlines() + ["", ""])[:2]
+    imported, compiler, *_ = [*run.stdout.splitlines(), "", ""]
     assert imported == "[]", run.stderr
     assert compiler.startswith("True /") and compiler.endswith("__init__.py"), run.stderr

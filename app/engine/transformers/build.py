@@ -12,6 +12,7 @@ from app.engine.build import BuildRequest, BuiltEngine
 from app.hardware.imports import collection_paused, compiler_absent, replaced
 from app.weights.checkpoint import Checkpoint
 
+
 def build_transformers_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[Any, Any, Any]:
     """Load the model with transformers and build its engine. Raises a `StartupError`."""
     request.report("importing transformers")
