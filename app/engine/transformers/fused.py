@@ -117,7 +117,7 @@ class JoinedProduct:
         taken = self._parts[number] if x is self._input else None
         if taken is None:
             self._input = x
-            self._parts = list(self._multiply(x).split(self._sizes, -1))
+            self._parts = list(torch.split(self._multiply(x), self._sizes, -1))
             taken = self._parts[number]
         assert taken is not None, "it was computed above"
         self._parts[number] = None

@@ -174,7 +174,7 @@ def pack_products(
     joined = _join(model, dict(layers), choice, dtype) if plan.weights.precision in ("bf16", "fp32") else set()
     for done, (name, layer) in enumerate(layers):
         if name not in joined:
-            _put(model, name, _packed(name, layer.weight, layer, choice, dtype))
+            _put(model, name, _packed(name, _weight(layer), layer.bias, choice, dtype))
         progress(done + 1, len(layers))
 
 
@@ -195,11 +195,11 @@ def _join(model: PreTrainedModel, layers: Mapping[str, Any], choice: FormChoice,
     joined: set[str] = set()
     for names in siblings([name for name, layer in layers.items() if type(layer) is nn.Linear]):
         members = [layers[name] for name in names]
-        if len({(layer.in_features, layer.bias is None) for layer in members}) > 1:
+        if len({layer.in_features for layer in members}) > 1:
             continue
-        whole = nn.Linear(1, 1, device="meta")
-        whole.bias = None if members[0].bias is None else nn.Parameter(torch.cat([one.bias for one in members]))
-        packed = _packed(names[0], torch.cat([one.weight for one in members]), whole, choice, dtype)
+        biases = [one.weight.new_zeros(one.out_features) if one.bias is None else one.bias for one in members]
+        bias = None if all(one.bias is None for one in members) else torch.cat(biases)
+        packed = _packed(names[0], torch.cat([one.weight for one in members]), bias, choice, dtype)
         product = JoinedProduct(packed.forward, [layer.out_features for layer in members])
         for number, (name, layer) in enumerate(zip(names, members, strict=True)):
             _put(model, name, JoinedPart(product, number, layer, dtype))
@@ -212,8 +212,12 @@ def _put(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(parent), own, layer)
 
 
-def _packed(name: str, weight: Tensor, layer: Any, choice: FormChoice, dtype: torch.dtype) -> PackedLinear:
-    weight = (weight.T if isinstance(layer, Conv1D) else weight).detach().contiguous()
-    packed = PackedLinear(name, weight, layer.bias, dtype)
-    packed.form = choice.packing(packed).pack(weight, None if layer.bias is None else layer.bias.detach())
+def _weight(layer: Any) -> Tensor:
+    return layer.weight.T if isinstance(layer, Conv1D) else layer.weight  # type: ignore[no-any-return]
+
+
+def _packed(name: str, weight: Tensor, bias: Tensor | None, choice: FormChoice, dtype: torch.dtype) -> PackedLinear:
+    weight = weight.detach().contiguous()
+    packed = PackedLinear(name, weight, bias, dtype)
+    packed.form = choice.packing(packed).pack(weight, None if bias is None else bias.detach())
     return packed
