@@ -36,6 +36,9 @@ def attend_grouped(
 
     There, query heads that share a key are rows of one product instead of a product each.
     """
+    beams = getattr(module, "num_beams", 1)
+    if beams > 1 and attention_mask is None and len(query) == beams * module.num_sources:
+        return _attend_once(query, key, value, beams, options.get("scaling")), None
     groups = getattr(module, "num_key_value_groups", 1)
     is_one = query.shape[2] == 1 and groups > 1 and query.device.type == "cpu"
     if not is_one or attention_mask is not None or any(options.get(name) is not None for name in _OPTIONS):
@@ -45,6 +48,21 @@ def attend_grouped(
     packed = query.reshape(rows, heads // groups, groups, size)
     out = functional.scaled_dot_product_attention(packed, key, value, scale=options.get("scaling"))
     return out.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+def share_sources(model: nn.Module, num_sources: int, num_beams: int) -> None:
+    """Let the decoder's attention to its sources read each once for all its beams, which the library copies it for."""
+    for name, module in model.named_modules():
+        if name.endswith(".encoder_attn"):
+            module.num_sources, module.num_beams = num_sources, num_beams
+
+
+def _attend_once(query: Tensor, key: Tensor, value: Tensor, beams: int, scale: float | None) -> Tensor:
+    """Return attention [rows, queries, heads, size] of rows whose keys and values are those of the first of its beams."""
+    rows, heads, length, size = query.shape
+    together = query.view(rows // beams, beams, heads, length, size).transpose(1, 2).flatten(2, 3)
+    out = functional.scaled_dot_product_attention(together, key[::beams], value[::beams], scale=scale)
+    return out.unflatten(2, (beams, length)).permute(0, 2, 3, 1, 4).reshape(rows, length, heads, -1)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
