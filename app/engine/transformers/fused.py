@@ -36,8 +36,8 @@ def attend_grouped(
 
     There, query heads that share a key are rows of one product instead of a product each.
     """
-    beams = getattr(module, "num_beams", 1)
-    if beams > 1 and attention_mask is None and len(query) == beams * module.num_sources:
+    beams, sources = getattr(module, "sharing", (1, 0))
+    if beams > 1 and attention_mask is None and len(query) == beams * sources:
         return _attend_once(query, key, value, beams, options.get("scaling")), None
     groups = getattr(module, "num_key_value_groups", 1)
     is_one = query.shape[2] == 1 and groups > 1 and query.device.type == "cpu"
@@ -52,9 +52,10 @@ def attend_grouped(
 
 def share_sources(model: nn.Module, num_sources: int, num_beams: int) -> None:
     """Let the decoder's attention to its sources read each once for all its beams, which the library copies it for."""
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", attend_grouped)
     for name, module in model.named_modules():
         if name.endswith(".encoder_attn"):
-            module.num_sources, module.num_beams = num_sources, num_beams
+            module.sharing = num_beams, num_sources
 
 
 def _attend_once(query: Tensor, key: Tensor, value: Tensor, beams: int, scale: float | None) -> Tensor:
@@ -62,7 +63,8 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, beams: int, scale: f
     rows, heads, length, size = query.shape
     together = query.view(rows // beams, beams, heads, length, size).transpose(1, 2).flatten(2, 3)
     out = functional.scaled_dot_product_attention(together, key[::beams], value[::beams], scale=scale)
-    return out.unflatten(2, (beams, length)).permute(0, 2, 3, 1, 4).reshape(rows, length, heads, -1)
+    parted = out.view(rows // beams, heads, beams, length, value.shape[-1])
+    return parted.permute(0, 2, 3, 1, 4).reshape(rows, length, heads, -1)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
