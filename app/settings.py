@@ -532,8 +532,11 @@ class Settings(BaseSettings):
         "Target inter-token latency in milliseconds while other requests are prefilled.",
         generates_only=True,
     )
-    speculation: Literal["auto", "off"] = setting(
-        "tuning", "auto", "Speculative decoding: n-gram drafts from the text so far, verified by the model in one step."
+    speculation: Literal["auto", "mtp", "off"] = setting(
+        "tuning",
+        "auto",
+        "Speculative decoding: n-gram drafts from the text so far, and drafts of the model's own head if it has one, verified by the "
+        "model in one step; mtp: a model without such a head is refused.",
     )
     compile: Literal["auto", "on", "off"] = setting(
         "tuning",

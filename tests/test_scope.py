@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from app.api.application import create_app
 from app.api.routing import ApiRuntime
 from app.cli.parser import parse_arguments
 from app.errors import SettingsInvalid, UnknownArgument
-from app.server.app import create_app
 from app.settings import given_settings, load_settings
 from armature_bench.flags import BENCHES, cost_flags
 from armature_kernels.linear.torchao_config import KLEIDI_INT4

@@ -34,8 +34,8 @@ also reads a row for each token from a table that stays mapped (3.75 of the 8.3 
 
 **A recurrent state** (Qwen 3.5, Granite 4, Nemotron-H, Falcon-H1, Mamba-2, LFM2's short convolutions and others) has one
 size for any length, in FP32: 19 MiB for a sequence of Qwen3.5-0.8B, 160 KiB of LFM2-1.2B. A prefix goes on from a copy of
-it, in memory or in the prompt cache: at the end of a prompt or an answer, or every 128 to 512 tokens. Such a model verifies
-drafts, but drafts for no other. Processors only.
+it, in memory or in the prompt cache: at the end of a prompt or an answer, or every 128 to 512 tokens. On a GPU
+a sequence has two of them: a step reads one and writes the other.
 
 **Gemma 4** has such a table in E2B and E4B. Its layers of full attention have larger heads than those with a window, and a
 row of the cache has room for the larger of both: 512 elements of keys in E2B, of which layers with a window use 256.
@@ -43,9 +43,9 @@ row of the cache has room for the larger of both: 512 elements of keys in E2B, o
 ## Served
 
 A class with a slash is served with the text model of the type after it. **Pictures in chats** are read by the classes
-`…ForConditionalGeneration` that are not *text only*, on processors, with the extra `transformers`, whose part is loaded for
-the first one ([what they may be](contract.md#2-http)). Granite vision is a LLaVA-NeXT. Where the tokens of a picture see
-each other (Gemma 3, PaliGemma 1), one step computes all of it. Gemma 4 31B and 26B-A4B refuse pictures, and read text.
+`…ForConditionalGeneration` that are not *text only*, with the extra `transformers`, whose part is loaded for the first one
+([what they may be](contract.md#2-http)). Granite vision is a LLaVA-NeXT. Where the tokens of a picture see each other
+(Gemma 3, Gemma 4 31B and 26B-A4B, PaliGemma), one step computes all of it.
 
 | `architectures` | models | `architectures` | models | `architectures` | models | `architectures` | models |
 |---|---|---|---|---|---|---|---|

@@ -52,6 +52,13 @@ EQUAL = 1e-4  # of the largest value: layers of random weights add up their roun
 
 def _models() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     if find_spec("torchvision"):
+        try:
+            import_module("torchvision")
+        except RuntimeError:  # its operators are CUDA's; the import needs their names, and no model here calls them
+            for name in ("nms", "qnms"):
+                torch.library.define(
+                    f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
         get = import_module("torchvision.models").get_model
         yield from ((f"torchvision {name}", partial(get, name, weights=None)) for name in TORCHVISION)
         without = {"weights": None, "weights_backbone": None}

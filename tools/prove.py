@@ -30,7 +30,7 @@ from armature_bench.console import MeasurementFailed
 from tools.proofs import image, kernels, quota, refusals, serving, start
 from tools.proofs.cluster import part as cluster
 from tools.proofs.containers import Image, docker, remove_all
-from tools.proofs.findings import Findings, Section, TooLong, page
+from tools.proofs.findings import Findings, Section, TooLong, code_digest, page
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT, KEPT = ROOT / "docs" / "proofs.md", ROOT / "build" / "proofs.json"
@@ -67,12 +67,13 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part. `about` is its description in the report; it is ended after `minutes`."""
+    """One part. `about` is its description in the report; it is ended after `minutes`. `code`: the files it proves."""
 
     title: str
     about: str
     minutes: int
     run: Callable[[Findings, Subject], None]
+    code: tuple[str, ...] = ()
 
 
 def _kernels(findings: Findings, subject: Subject) -> None:
@@ -104,6 +105,7 @@ PARTS: Mapping[str, Part] = {
         "The levels of our library, and with our library hidden torch's operator on KleidiAI's packed weights.",
         60,
         _kernels,
+        ("armature_kernels/csrc", "armature_kernels/linear", "tools/proofs/kernels.py", "tools/proofs/kleidi_probe.py"),
     ),
     "start": Part(
         "Start", "The demo, its calibration kept, from the command to `/readyz` 200.", 10, lambda f, s: start.run(f, s.native)
@@ -212,6 +214,7 @@ def _not_here(name: str) -> bool:
 def _proved(name: str, subject: Subject, kept: dict[str, Any]) -> bool:
     """Run one part, write the report so far, and return True if all checks passed."""
     part, findings, began = PARTS[name], Findings(), time.monotonic()
+    findings.code = code_digest(part.code)
     findings.began = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     print(f"prove: {part.title} ...", file=sys.stderr, flush=True)
     try:
@@ -266,7 +269,9 @@ def _write(kept: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
     sections = [
-        Section(part.title, part.about, Findings.of_json(kept["parts"][name]) if name in kept["parts"] else None)
+        Section(
+            part.title, part.about, Findings.of_json(kept["parts"][name]) if name in kept["parts"] else None, part.code
+        )
         for name, part in PARTS.items()
     ]
     arguments.report.write_text(page(kept["facts"], sections))

@@ -11,7 +11,9 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator
+from typing import Any
 
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope
 
@@ -323,3 +325,15 @@ def too_large(limit: int, path: str = "") -> BodyTooLarge:
     if limit == MAX_BODY_BYTES and path.startswith("/v2/") and path.endswith("/infer"):
         more = f" Send tensors as binary data, of which it may have {MAX_TENSOR_BODY_BYTES} bytes, or pictures as JPEG or PNG."
     return BodyTooLarge(f"The body may have at most {limit} bytes.{more}")
+
+
+class NamedBody(BaseModel):
+    """What a body says about its model and its response. `name` is Ollama's, `lora_name` an adapter's."""
+
+    model: Any = None
+    name: Any = None
+    lora_name: Any = None
+    stream: Any = None
+
+    def model_name(self) -> str | None:
+        return next((each for each in (self.model, self.name, self.lora_name) if isinstance(each, str)), None)

@@ -326,11 +326,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
         self._departure = Departure()
-        extensions: dict[str, Any] = {DIRECT_WRITE: partial(self._write_directly, cycle), DEPARTURE: self._departure}
+        extensions: dict[str, Any] = {DEPARTURE: self._departure}
         cycle.scope["extensions"] = extensions
         if cycle.scope["http_version"] == "1.0":
             super()._start_asgi_task(cycle, partial(_serve_unchunked, app, cycle))
         else:
+            extensions[DIRECT_WRITE] = self._direct_write(cycle), self.flow
             super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     # ---- responses ---------------------------------------------------------------------------------------------------
@@ -409,13 +410,16 @@ class BoundedProtocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
         self._watch_reader()
 
-    def _write_directly(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """Write part of a response that has begun; False if its client must read first, or it cannot be written so."""
-        if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
-            return False
-        if data:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
+    def _direct_write(self, cycle: RequestResponseCycle) -> Callable[[bytes], None]:
+        """Return a function that writes part of a response that has begun and has no length."""
+        write_to_socket = self.transport.write
+
+        def write(data: bytes) -> None:
+            if not (cycle.disconnected or cycle.response_complete):
+                assert cycle.chunked_encoding, "a stream has no length"
+                write_to_socket(b"%x\r\n%b\r\n" % (len(data), data))
+
+        return write
 
     def drop_slow(self, reason: str) -> None:
         log.info("a connection is closed: %s (%d bytes)", reason, self.num_unsent)

@@ -251,3 +251,24 @@ class ResponseSender:
         """Complete a response that was started and not finished."""
         if self._started and not self._ended:
             await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class AskedHeader:
+    """ASGI middleware that adds a header to the responses of requests with another header.
+
+    `value` takes what the request's header says, in lower case, when the response starts; without a value there is no
+    header.
+    """
+
+    def __init__(self, app: ASGIApp, asked: bytes, name: bytes, value: Callable[[str], str]) -> None:
+        self._app, self._asked, self._name, self._value = app, asked, name, value
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = header(scope, self._asked).decode("latin-1").lower()
+
+        async def adding(message: Message) -> None:
+            if message["type"] == "http.response.start" and (value := self._value(asked)):
+                message["headers"] = [*message.get("headers", ()), (self._name, value.encode())]
+            await send(message)
+
+        await self._app(scope, receive, adding if asked else send)

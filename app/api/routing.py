@@ -20,7 +20,7 @@ from functools import cached_property
 from types import UnionType
 from typing import Any, Generic, Literal, Protocol, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -28,12 +28,19 @@ from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from app.api.access import NO_RULES, AccessRules, ApiKeys, ClientLimiter
-from app.api.bodies import ArrivingBody
+from app.api.bodies import ArrivingBody, NamedBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.forms import is_form, read_form
 from app.api.schemas import LOOP_BYTES, Body, NewNames, parse_body
 from app.api.streaming import NDJSON, EarlyStream, EventEncoding, Generation, merge_streams, respond, server_timing
-from app.errors import InvalidRequest, ModelNotFound, PermissionDenied, RequestError, UnsupportedParameter
+from app.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    PermissionDenied,
+    RequestError,
+    UnsupportedParameter,
+    WrongModelKind,
+)
 from app.metrics.instruments import Api, Metrics, refusal_of
 from app.service.request_log import CLIENT_REQUEST
 from app.service.requests import DirectOutput, Encoded, EncodingRequest
@@ -75,7 +82,7 @@ class ModelNames:
     accepts_any_path: bool = False
 
 
-Task = Literal["generate", "encode", "embed", "classify", "rerank", "infer", "task"]
+Task = Literal["generate", "encode", "embed", "classify", "rerank", "infer"]
 ModelState = Literal["unloaded", "loading", "ready", "failed", "unloading"]
 
 
@@ -90,7 +97,7 @@ class ServedEntry(Protocol):
         """Names that requests may give, adapters included."""
 
     @property
-    def tasks(self) -> Collection[Task]: ...
+    def tasks(self) -> Collection[Task | str]: ...  # also in Hugging Face's words; empty while they are unknown
 
     @property
     def kind(self) -> str:
@@ -191,15 +198,6 @@ class PermittedModels:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._models, name)
-
-
-def default_model(models: Models, task: Task | None) -> ServedEntry:
-    """Return the model of a request that names none: the first one for the task that has not failed."""
-    able = [entry for entry in models.entries if task is None or task in entry.tasks]
-    if not able and task in ("embed", "rerank", "classify"):
-        able = [entry for entry in models.entries if "encode" in entry.tasks]
-    able = able or list(models.entries)
-    return next((entry for entry in able if entry.state != "failed"), able[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,18 +365,6 @@ class Encoding(Generic[T]):
     headers: Callable[[Encoded], Mapping[str, str]] = lambda encoded: {}
 
 
-class _NamedBody(BaseModel):
-    """What a body says about its model and its response. `name` is Ollama's, `lora_name` an adapter's."""
-
-    model: Any = None
-    name: Any = None
-    lora_name: Any = None
-    stream: Any = None
-
-    def model_name(self) -> str | None:
-        return next((each for each in (self.model, self.name, self.lora_name) if isinstance(each, str)), None)
-
-
 class ApiCall:
     """One request to a route, and what its function needs. The body is parsed after the checks that do not need it."""
 
@@ -414,10 +400,10 @@ class ApiCall:
         seen = models if permitted is None else cast(Models, PermittedModels(models, permitted))
         name = self.request.path_params.get("name") or self.request.query_params.get("model")
         is_read = self.request.method == "POST" and (name is None or early is not None)
-        body = await self._named_in_body() if is_read else _NamedBody()
+        body = await self._named_in_body() if is_read else NamedBody()
         name = name or body.model_name()
         found = None if name is None else seen.find(name)
-        entry = found or default_model(seen, self.route.task)
+        entry = found or self.default_model(seen, name)
         self.leave_model(models)
         if self.route.loads and (name is None or found is not None):  # a wrong name loads nothing
             streams = self.route.always_streams if body.stream is None else body.stream
@@ -428,6 +414,20 @@ class ApiCall:
             if (client_request := CLIENT_REQUEST.get()) is not None:
                 client_request.model = entry.name
         self.runtime = entry.runtime if seen is models else replace(entry.runtime, models=seen)
+
+    def default_model(self, models: Models, name: str | None) -> ServedEntry:
+        """Return the first model for the task that has not failed. Raises `WrongModelKind` if none does the path's."""
+        entries, pipeline = models.entries, self.request.url.path.partition("/pipeline/")[2]
+        task = pipeline or self.route.task
+        able = [entry for entry in entries if task is None or task in entry.tasks]
+        if pipeline and name is None and all(entry.tasks for entry in entries) and not able:
+            known = "; ".join(f"{entry.name!r} does {', '.join(sorted(entry.tasks))}" for entry in entries)
+            raise WrongModelKind(f"None of the models does {pipeline[:100]!r}: {known}.", "task")
+        if pipeline and not able:
+            able = [entry for entry in entries if not entry.tasks]  # what they do is not known yet
+        if not able and task in ("embed", "rerank", "classify"):
+            able = [entry for entry in entries if "encode" in entry.tasks]
+        return next((entry for entry in able or entries if entry.state != "failed"), (able or entries)[0])
 
     def leave_model(self, models: Models) -> None:
         if (entry := self.request.scope["state"].pop(ENTERED_MODEL, None)) is not None:
@@ -440,16 +440,16 @@ class ApiCall:
             name = (await self._named_in_body()).model_name()
         return name
 
-    async def _named_in_body(self) -> _NamedBody:
+    async def _named_in_body(self) -> NamedBody:
         content, kind = await self.read(), self.request.headers.get("content-type", "")
         try:
             if is_form(kind):
                 form = await run_beside_loop(len(content), read_form, kind, content)
                 named = next(iter(form.get("model", ())), None)
-                return _NamedBody(model=None if named is None else named.decode("utf-8", "replace"))
-            return await run_beside_loop(len(content), _NamedBody.model_validate_json, content)
+                return NamedBody(model=None if named is None else named.decode("utf-8", "replace"))
+            return await run_beside_loop(len(content), NamedBody.model_validate_json, content)
         except (ValidationError, InvalidRequest):  # the route says what is wrong with the body
-            return _NamedBody()
+            return NamedBody()
 
     async def read(self) -> bytes | bytearray:
         """Return the body's bytes; none once a large body was parsed."""
@@ -556,7 +556,7 @@ class Route:
     parse: Callable[[ApiCall], Awaitable[Any]] = ApiCall.parse
     find_model: Callable[[ApiCall, Any], str] = lambda call, body: check_model(call.runtime, body.model)
     openapi: Mapping[str, Any] = field(default_factory=dict)
-    task: Task | None = None
+    task: Task | str | None = None
     loads: bool = False
     by_task: Callable[[ApiCall, Any, ServedTasks], Awaitable[Response]] | None = None
 

@@ -123,8 +123,9 @@ class Body(BaseModel):
             elif len(ignored) < _MAX_IGNORED_NAMES:
                 ignored[_PLACE.sub("[]", path) + name] = None
         extra.clear()
-        for name in type(self).model_fields:
-            _check_fields_below(getattr(self, name), path + name, ignored)
+        for name, value in self.__dict__.items():
+            if value is not None:  # as most fields are
+                _check_fields_below(value, path + name, ignored)
 
     def leave_out(self, path: str, kind: str | None, ignored: dict[str, None]) -> None:
         """Drop the fields of an object of a type that is left out, and count it: `tools[].type=web_search`."""
@@ -263,7 +264,8 @@ class SamplingFields(Body):
         Raises:
             InvalidRequest: a value is out of range.
         """
-        given = {name: getattr(self, name) for name in SamplingFields.model_fields} | more
+        values = self.__dict__
+        given = {name: values[name] for name in SamplingFields.model_fields} | more
         del given["cache_salt"]  # of the request, and no parameter of sampling
         given["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
         given["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's value for all tokens

@@ -43,7 +43,7 @@ COMMENT_SECONDS = 5.0  # between signs of life of a stream whose model is loadin
 DONE = b"data: [DONE]\n\n"
 # In an event that `StartedStream.write_directly` takes: the place of a value that differs.
 SLOT = "\ue000\ue001\ue000"
-DIRECT_WRITE = "armature.direct_write"  # extension of the ASGI scope: see `DirectOutput.write`
+DIRECT_WRITE = "armature.direct_write"  # extension of the ASGI scope: `write` and `flow` of a `DirectOutput`
 json_string = json.encoder.encode_basestring
 # Created once: `json.dumps` with non-default arguments creates an encoder per call, which takes as long as encoding.
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -100,17 +100,17 @@ class StartedStream:
 
         `event` is an event for a text, with `SLOT` in place of each value that differs. `values` returns these in JSON.
         """
-        if self._direct is None or self._direct.frame is not None:
+        if self._direct is None or self._direct.emit is not None or self._direct.write is None:
             return
-        first, *rest = self._encode(event).decode().split(_JSON.encode(SLOT))
-
-        def frame(text: str, token_ids: Sequence[int]) -> bytes:
-            parts = [first]
-            for value, constant in zip(values(text, token_ids), rest, strict=True):
-                parts += (value, constant)
-            return "".join(parts).encode()
-
-        self._direct.frame = frame
+        write, constants = self._direct.write, self._encode(event).split(_JSON.encode(SLOT).encode())
+        template = b"%b".join(constant.replace(b"%", b"%%") for constant in constants)
+        if values is text_value:
+            first, last = constants
+            self._direct.emit = lambda text, token_ids: write(first + json_string(text).encode() + last)
+        else:
+            self._direct.emit = lambda text, token_ids: write(
+                template % tuple([value.encode() for value in values(text, token_ids)])
+            )
 
     async def __aiter__(self) -> AsyncIterator[StreamEvent]:
         for event in self._first_events:
@@ -166,7 +166,8 @@ class EventStreamResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._direct is not None:
-            self._direct.write = scope.get("extensions", {}).get(DIRECT_WRITE)
+            write, flow = scope.get("extensions", {}).get(DIRECT_WRITE) or (None, self._direct.flow)
+            self._direct.write, self._direct.flow = write, flow
         # Not `super().__call__`, whose tasks watch for a disconnect: `RequestGate` does that.
         await self.stream_response(send)
 
@@ -269,10 +270,8 @@ class CollectedCompletion:
             choice.finished = event
             self.usage = event.usage
 
-    def add_directly(self, delta: TextDelta | bytes) -> bool:
-        if isinstance(delta, TextDelta):
-            self.add(delta)
-        return True
+    def add_directly(self, text: str, token_ids: Sequence[int]) -> None:
+        self.add(TextDelta(0, text, tuple(token_ids)))
 
     @property
     def choices(self) -> list[CollectedChoice]:
@@ -282,15 +281,11 @@ class CollectedCompletion:
         return server_timing(choice.finished.timings for choice in self.choices if choice.finished)
 
 
-def _plain_delta(text: str, token_ids: Sequence[int]) -> TextDelta:
-    return TextDelta(0, text, tuple(token_ids))
-
-
 async def collect(stream: GenerationStream, direct: DirectOutput | None = None) -> CollectedCompletion:
     """Read the stream to its end; plain tokens may come by `direct`. Exceptions of the stream are raised."""
     completion = CollectedCompletion()
     if direct is not None:
-        direct.frame, direct.write = _plain_delta, completion.add_directly
+        direct.emit = completion.add_directly
     async for event in stream:
         completion.add(event)
     return completion

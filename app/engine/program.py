@@ -74,29 +74,34 @@ class RunnableProgram:
 
     def run(self, inputs: Tensors) -> dict[str, Tensor]:
         """Return the outputs by name, with as many rows as the inputs; the last row is repeated up to `min_rows`."""
-        rows = len(next(iter(inputs.values())))
+        rows = next(iter(inputs.values())).shape[0]
         missing = self.min_rows - rows
         if missing > 0:
             inputs = {
                 name: torch.cat((tensor, tensor[-1:].expand(missing, *tensor.shape[1:])))
                 for name, tensor in inputs.items()
             }
-        with torch.inference_mode():
-            results = self.program.run(inputs)
-        outputs = zip(self.signature.outputs, self.output_indices, strict=True)
-        return {spec.name: _checked_output(spec, results[index])[:rows] for spec, index in outputs}
+        results, outputs = self.program.run(inputs), dict[str, Tensor]()
+        for spec, index in zip(self.signature.outputs, self.output_indices, strict=True):
+            result = results[index]
+            if not _is_of(spec, result, max(rows, self.min_rows)):
+                raise ValueError(f"the output {spec.name!r} is {_shown(result)}, and the program states {spec.shape}")
+            outputs[spec.name] = result[:rows] if missing > 0 else result
+        return outputs
 
 
-def _checked_output(spec: TensorSpec, result: Any) -> Tensor:
-    """Return an output. Raises `ValueError` if it is not a tensor of the shape that the program states."""
-    if isinstance(result, Tensor):
-        shape = tuple(result.shape)
-        if len(shape) == len(spec.shape) and all(
-            one in (-1, size) for one, size in zip(spec.shape, shape, strict=True)
-        ):
-            return result
-        raise ValueError(f"the output {spec.name!r} has the shape {shape}, and the program states {spec.shape}")
-    raise ValueError(f"the output {spec.name!r} is not a tensor")
+def _is_of(spec: TensorSpec, result: Any, rows: int) -> bool:
+    if not isinstance(result, Tensor):
+        return False
+    shape = result.shape
+    if shape == (rows, *spec.shape[1:]):
+        return True
+    alike = len(shape) == len(spec.shape) and shape[0] == rows
+    return alike and all(size in (-1, found) for size, found in zip(spec.shape, shape, strict=True))
+
+
+def _shown(result: Any) -> str:
+    return f"of the shape {tuple(result.shape)}" if isinstance(result, Tensor) else "not a tensor"
 
 
 @dataclass(slots=True)

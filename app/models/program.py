@@ -73,7 +73,7 @@ class Subgraph:
     def __call__(self, *operands: Any) -> Any:
         """Return the outputs for these operands: one value if the graph returns a single tensor, else a list."""
         with nullcontext() if self._autocast is None else _autocast(*self._autocast):
-            results = self._program.run(dict(zip(self._program.inputs, operands, strict=True)))
+            results = self._program.trace(dict(zip(self._program.inputs, operands, strict=True)))
         return results[0] if self._single else results
 
 
@@ -94,8 +94,13 @@ class Program:
             [_call(node, products) for node in graph.nodes if node.target not in SKIPPED_OPERATORS], keep
         )
 
+    @torch.inference_mode()
     def run(self, given: Mapping[str, Any]) -> list[Any]:
         """Return the graph's outputs for inputs by name."""
+        return self.trace(given)
+
+    def trace(self, given: Mapping[str, Any]) -> list[Any]:
+        """Do the same in the caller's mode, for a graph within another, and for torch's exporter."""
         with torch.autocast("cpu", torch.bfloat16) if self._bf16 else nullcontext():
             return self._run(given)
 

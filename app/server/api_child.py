@@ -19,7 +19,8 @@ from itertools import count
 from typing import Any, cast
 
 from app.api.access import header
-from app.api.routing import ApiCall, ApiRuntime, Models, ModelState, ServedEntry, Task, default_model
+from app.api.application import create_app
+from app.api.routing import ApiCall, ApiRuntime, Models, ModelState, ServedEntry
 from app.api.server.load_report import ASKED
 from app.engine.worker import SWITCH_SECONDS
 from app.errors import NotReady, StepFailed
@@ -47,7 +48,6 @@ from app.server.api_messages import (
     SettleTokens,
     SharedCounts,
 )
-from app.server.app import create_app
 from app.server.channel import Channel, ClientHello, Output, Pickled
 from app.server.listeners import Listeners
 from app.server.log_output import log_to_stderr
@@ -133,7 +133,7 @@ class ApiModel:
         self.settings = recipe.models[model]
         self.counts = api.counts.of_model(model, recipe.number)
         self.generation = 0
-        self.tasks: frozenset[Task] = frozenset()
+        self.tasks: frozenset[str] = frozenset()
         self.kind, self.max_model_len, self.expires_at = "", 0, None
         self.runtime: ApiRuntime
         self.names = self._find_names(next(iter(self.settings.served_model_name), ""))
@@ -371,7 +371,7 @@ class ApiProcess:
                 return model
             return model if name in model.names else None
         name = await call.named_model()
-        found = default_model(self._several, call.route.task) if name is None else self._several.find(name)
+        found = call.default_model(self._several, name) if name is None else self._several.find(name)
         return cast(ApiModel | None, found)
 
     async def answer(self, call: ApiCall, send: Callable[[Any], Awaitable[None]]) -> None:

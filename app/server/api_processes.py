@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from app.api.application import Application, create_app
 from app.api.routing import ANSWERING_ERRORS, ApiRuntime
 from app.errors import RateLimited, ServingFailed
 from app.metrics.instruments import Metrics
@@ -46,7 +47,6 @@ from app.server.api_messages import (
     SettleTokens,
     SharedCounts,
 )
-from app.server.app import Application, create_app
 from app.server.channel import Channel, Pickled
 from app.server.startup import EngineBeside, ServedStart
 from app.server.subprocesses import RestartDelay, describe_end, launch

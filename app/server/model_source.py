@@ -11,6 +11,7 @@ from app.models.decoders.config import ModelConfig
 from app.server.start_console import StartConsole
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint
+from app.weights.draft_head import open_draft_head
 from app.weights.hub.cache import HubName, find_snapshot, is_complete, library_is_offline, parse_hub_name, read_listing
 from app.weights.hub.fetch import fetch_or_use_cached
 from app.weights.hub.refusals import offline_message
@@ -56,9 +57,16 @@ def open_or_fetch_model(settings: Settings, path: Path | None = None) -> OpenedM
 
 
 def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:
-    """Open the settings' draft model, fetched before; None without. Raises `SettingsInvalid` or `StartupError`."""
+    """Open the settings' draft model, fetched before, or the model's own head; None without either.
+
+    Raises `SettingsInvalid` or `StartupError`.
+    """
     if settings.draft_model is None:
-        return None
+        return _draft_head(settings, model)
+    if settings.speculation == "mtp":
+        raise SettingsInvalid(
+            "speculation is mtp, and draft_model is set too: the head of the model drafts, or a draft model."
+        )
     if model.needs().kind != "decoder":
         raise SettingsInvalid(f"draft_model: {model.name} does not generate text, so nothing can be drafted for it.")
     draft = open_or_fetch_model(settings, settings.draft_model.expanduser())
@@ -70,6 +78,16 @@ def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:
             f"draft_model: {draft.name} has {size:,} parameters, more than {model.name} with {ours:,}: give a smaller model."
         )
     return draft
+
+
+def _draft_head(settings: Settings, model: OpenedModel) -> Checkpoint | None:
+    has_drafts = settings.speculation != "off" and isinstance(model, Checkpoint)
+    head = open_draft_head(model) if has_drafts and isinstance(model, Checkpoint) else None
+    if head is None and settings.speculation == "mtp":
+        raise SettingsInvalid(
+            f"speculation is mtp, but {model.name} has no draft head of one layer (tensors mtp.*): use auto."
+        )
+    return head
 
 
 def check_vocabulary(tokenizer: Tokenizer, draft: Checkpoint, cache: Path | None = None) -> None:

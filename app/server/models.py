@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from app.api.access import ApiKeys
-from app.api.routing import ApiRuntime, ModelState, ServedEntry, Task
+from app.api.routing import ApiRuntime, ModelState, ServedEntry
 from app.errors import ArmatureError, NotReady, PlanImpossible, SettingsInvalid, StartupError
 from app.hardware.decision import format_bytes
 from app.hardware.facts import Facts
@@ -63,7 +63,7 @@ class ModelEntry:
         self.reason = ""
         self.metrics = Metrics()
         self.start: Start | None = None
-        self.tasks: frozenset[Task] = frozenset()
+        self.tasks: frozenset[str] = frozenset()
         self.kind, self.max_model_len = "", 0
         self.runtime: ApiRuntime
         self.serving: ServerRuntime

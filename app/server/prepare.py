@@ -10,8 +10,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from app.hardware.plan.speed import (
     known_timing,
 )
 from app.hardware.plan.threads import CONTENDED_GAIN
+from app.hardware.probe.host_files import HostFiles
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
 from app.metrics.load_progress import LoadProgress
@@ -56,6 +58,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 UNDER_LOAD = "fewer threads were much faster, so other work probably used the cores"
+OTHER_WORK = "other programs used {cores:.1f} cores meanwhile"
+# What other programs may use: cores, or a share of all of them. /proc/stat counts hundredths of a second.
+MAX_OTHER_CORES, MAX_OTHER_SHARE, LEAST_OTHER_SECONDS = 0.2, 0.05, 0.05
 BUDGET_SECONDS = 5.0  # budget for measuring at a start; the first one packs weights too, which takes longer
 CALIBRATE_COMMAND_SECONDS = 10.0  # budget of the command `armature calibrate`
 SMALL_WEIGHT_BYTES = 64 * 2**20  # any choice serves a smaller model well, so it is measured only briefly
@@ -272,7 +277,7 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
     from app.engine.calibration.measure import measure_machine
 
     budget = measuring_budget_seconds(prepared.checkpoint) if budget_seconds is None else budget_seconds
-    began = time.monotonic()
+    began, other_before = time.monotonic(), other_cpu_seconds(prepared.facts.allowed_cpus)
     report("calibrating")
     try:
         found = measure_machine(measurement_subject(prepared), budget, report)
@@ -297,14 +302,33 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
                 )
         for name, seconds in found.single_steps.items():
             log.info("calibration: only one step of %s was timed, which took %.2f s", name, seconds)
+    other = other_cpu_seconds(prepared.facts.allowed_cpus) - other_before
+    cores = other / max(time.monotonic() - began, LEAST_OTHER_SECONDS)
+    most = max(MAX_OTHER_CORES, MAX_OTHER_SHARE * len(prepared.facts.allowed_cpus))
+    if found.trials and other > LEAST_OTHER_SECONDS and cores > most:
+        found = _as_noisy(found, OTHER_WORK.format(cores=cores))
     final = prepared.with_calibration(Calibration(found, time.time(), from_cache=False))
     if measured_under_load(prepared, final):
-        log.warning("the calibration is kept as a noisy one: %s", UNDER_LOAD)
-        noisy = tuple(trial if trial.noise else replace(trial, noise=UNDER_LOAD) for trial in found.trials)
-        prepared.calibration_file.write(Calibration(replace(found, trials=noisy), time.time(), from_cache=False))
+        prepared.calibration_file.write(Calibration(_as_noisy(found, UNDER_LOAD), time.time(), from_cache=False))
     elif final.calibration is not None:
         prepared.calibration_file.write(final.calibration)
     return final
+
+
+def _as_noisy(found: Measurements, noise: str) -> Measurements:
+    log.warning("the calibration is kept as a noisy one: %s", noise)
+    return replace(found, trials=tuple(one if one.noise else replace(one, noise=noise) for one in found.trials))
+
+
+def other_cpu_seconds(cpu_ids: Collection[int], files: HostFiles | None = None) -> float:
+    """Return the time that others have used the CPUs: programs, or the host of a virtual machine; 0 if unknown."""
+    text = (files or HostFiles(Path("/"))).text("/proc/stat")
+    if text is None:
+        return 0.0
+    lines = [line.split() for line in text.splitlines() if re.match(r"cpu\d", line)]
+    used = [[int(number) for number in fields[1:9]] for fields in lines if int(fields[0][3:]) in cpu_ids]
+    idle = slice(3, 5)  # idle, and idle while a disk reads
+    return sum(sum(each) - sum(each[idle]) for each in used) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def measured_under_load(before: Prepared, after: Prepared) -> bool:

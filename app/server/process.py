@@ -21,6 +21,7 @@ from typing import Any, cast
 import uvicorn
 
 from app.api.access import ApiKeys
+from app.api.application import Application, create_app
 from app.api.connection_limits import RESERVED_CONNECTIONS, ConnectionLimits
 from app.api.http_protocol import BoundedProtocol, ProtocolFactory, protocol_factory
 from app.api.routing import OTHER
@@ -30,7 +31,6 @@ from app.hardware.decision import format_bytes, format_count
 from app.hardware.plan.plan import decide_api_processes
 from app.models.encoders.config import EncoderConfig
 from app.server.api_processes import ApiProcesses
-from app.server.app import Application, create_app
 from app.server.listeners import BACKLOG, Listeners, TlsListener, listen
 from app.server.log_output import log_to_stderr
 from app.server.models import ModelRegistry

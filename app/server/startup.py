@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from app.api.access import AccessRules, ApiKeys, is_loopback_name
-from app.api.routing import ApiRuntime, Lifespan, ModelNames, Task
+from app.api.routing import ApiRuntime, Lifespan, ModelNames
+from app.api.tasks.routes import GENERATED
 from app.engine.worker import Callbacks, Worker
 from app.errors import CheckpointInvalid, InvalidRequest, RequestError, SettingsInvalid, StepFailed
 from app.hardware.facts import Facts, to_json_value
 from app.hardware.plan.plan import ServingPlan
-from app.hardware.plan.precision import bf16_products
+from app.hardware.plan.precision import QUANTIZED_PRECISIONS, bf16_products
 from app.hardware.probe.cgroup import find_cpu_stat
 from app.hardware.probe.host_files import HostFiles
 from app.messages import Event, SamplingParams
@@ -349,17 +350,13 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     return replace(decoder, no_pictures=reader) if isinstance(reader, str) else replace(decoder, pictures=reader)
 
 
-def _unread_pictures(config: ModelConfig, values: Mapping[str, Any], device: str) -> str | None:
+def _unread_pictures(config: ModelConfig, values: Mapping[str, Any]) -> str | None:
     """Return why the pictures of a family cannot be read with these values of config.json."""
     family = DECODER_FAMILIES[config.architecture]
     if family.sections and not any(rope is not None and rope.axes for rope in config.ropes):
         return "its config.json has no mrope_section, which says where they are"
     if config.altup is not None and values.get("text_config", {}).get("pad_token_id"):
         return "its config.json has another pad_token_id than 0, whose inputs of layers the tokens of pictures have"
-    if config.blocks == "sliding":
-        return "its pictures need attention in both directions in layers with a window alone, which is not offered"
-    if device != "cpu" and (family.sections or family.joins_prompt or config.blocks != "none"):
-        return f"those of {config.architecture} are read with device=cpu only, not with {device}"
     return None
 
 
@@ -372,7 +369,7 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         return "this GGUF model has no file mmproj that is used (docs/gguf.md)"
     if not isinstance(config, ModelConfig) or (part is None and not reads_pictures(config.architecture)):
         return f"this server reads only text with this model ({config.architecture}; docs/families.md)"
-    if reason := _unread_pictures(config, checkpoint.config, prepared.plan.placement.device):
+    if reason := _unread_pictures(config, checkpoint.config):
         return reason
     if settings.max_images == 0:
         return "this server reads none (max_images=0)"
@@ -381,7 +378,9 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
     # Granite multiplies all inputs of its first layer, and other families the embeddings alone.
     scales = "embedding_multiplier" in checkpoint.config.get("text_config", {})
     scale = config.embedding_scale if scales else 1.0
-    has_bf16 = prepared.plan.weights.precision != "fp32" and bf16_products(prepared.facts) is not None
+    precision = prepared.plan.weights.precision
+    dtype = "float32" if precision == "fp32" or bf16_products(prepared.facts) is None else "bfloat16"
+    is_quantized = precision in QUANTIZED_PRECISIONS
 
     def load() -> Tower:
         from app.engine.transformers.tower import PictureTower
@@ -389,8 +388,8 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         if part is not None:
             from app.engine.transformers.mmproj import GgufTower
 
-            return GgufTower(part, checkpoint.location, config)
-        return PictureTower(checkpoint.directory, config, scale, "bfloat16" if has_bf16 else "float32")
+            return GgufTower(part, checkpoint.location, config, dtype, is_quantized)
+        return PictureTower(checkpoint.directory, config, scale, dtype, is_quantized)
 
     return ChatPictureReader(load, settings.max_images, settings.allow_image_urls)
 
@@ -429,7 +428,7 @@ class ModelFront:
             assert isinstance(prepared.checkpoint, Checkpoint), "a program has no tokenizer"
             self.tokenizer = tokenizer
             warn_of_unknown_tokens(tokenizer, prepared.checkpoint.model_config.vocab_size)
-            if prepared.draft is not None:
+            if prepared.draft is not None and not prepared.draft.decoder.is_draft_head:
                 check_vocabulary(tokenizer, prepared.draft, cache)
             self.chat = read_chat_template(prepared, tokenizer)
             for name in IMPORTED_LATER:
@@ -485,7 +484,7 @@ class ServedDescription:
 
     name: str
     kind: str
-    tasks: frozenset[Task]
+    tasks: frozenset[str]
     max_model_len: int
 
 
@@ -536,17 +535,19 @@ def _read_elsewhere(path: str, slot: int) -> None:
     raise AssertionError("the main process reads adapters")
 
 
-def tasks_of(start: Prepared) -> frozenset[Task]:
+def tasks_of(start: Prepared) -> frozenset[str]:
     if not isinstance(start.checkpoint, Checkpoint):
         return frozenset({"infer"})
     config = start.checkpoint.model_config
     if isinstance(config, TaskConfig):
-        return frozenset({"task", "infer"})
+        return frozenset({"infer", *config.tasks})
     if not isinstance(config, EncoderConfig):
-        return frozenset({"generate"})
+        has_encoder = isinstance(config, TransformersConfig) and config.max_source_len
+        return frozenset({"generate", *(GENERATED if has_encoder else ())})
     if not config.labels:
-        return frozenset({"encode", "embed", "infer"})
-    return frozenset({"encode", "classify", "infer", *(("rerank",) if len(config.labels) == 1 else ())})
+        return frozenset({"encode", "embed", "infer", "feature-extraction", "sentence-similarity"})
+    names = "encode", "classify", "infer", "text-classification"
+    return frozenset({*names, *(("rerank",) if len(config.labels) == 1 else ())})
 
 
 class ServerRuntime:

@@ -87,6 +87,7 @@ class EngineClient:
         self._counter = count(place.number, place.num_processes)
         self._steps: deque[Sequence[Event]] = deque()
         self._is_woken = False
+        self.is_late = False  # while several steps are delivered, whose tokens are written together
         self._writes: list[Callable[[], None]] = []
         self._num_direct = 0  # tokens of these steps that were taken directly
         self._direct_gaps: dict[float, int] = {}  # seconds since the previous token, and how many had them
@@ -193,9 +194,10 @@ class EngineClient:
     def count_direct(self, num_tokens: int, seconds: float) -> None:
         """Count further tokens of a choice, `seconds` after the previous ones, for the metrics of the step."""
         self._num_direct += num_tokens
-        self._direct_gaps[seconds] = self._direct_gaps.get(seconds, 0) + 1
+        gaps = self._direct_gaps
+        gaps[seconds] = gaps.get(seconds, 0) + 1
 
-    def write_after_step(self, write: Callable[[], None]) -> None:
+    def write_after_steps(self, write: Callable[[], None]) -> None:
         self._writes.append(write)
 
     # ---- from the worker thread ------------------------------------------------------------------------------------
@@ -225,6 +227,7 @@ class EngineClient:
 
     def _deliver_steps(self) -> None:
         self._is_woken = False  # before the steps are taken: those that come from now on wake the loop again
+        self.is_late = len(self._steps) > 1
         for _ in range(len(self._steps)):  # not those that arrive meanwhile: a fast engine would keep the loop here
             self._deliver(self._steps.popleft())
         for write in self._writes:

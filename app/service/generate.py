@@ -94,7 +94,8 @@ class OpenGeneration(OpenRequest):
     ) -> None:
         super().__init__(client, request.api, http)
         self.request, self._direct = request, direct
-        self._is_read_to_end = False  # the reader has sent all events, and waits for the next one
+        # Whose plain tokens are written at once, while the reader has sent all events and waits for the next one.
+        self._awaited: Choice | None = None
         self._unwritten = ""  # text of tokens that were taken directly
         self.choices: list[Choice] = []
         self._prompt_text, self._prompt_tokens = "", list[PromptToken]()
@@ -146,57 +147,63 @@ class OpenGeneration(OpenRequest):
 
     async def next_event(self) -> tuple[Event, float] | None:
         """Return the worker's next event that was not written directly. Plain tokens that wait are written first."""
+        choice = self._plain_choice()
         while self._events:
             timed_event = self._events.popleft()
-            if timed_event is None or not self._take_directly(*timed_event):
+            if choice is None or timed_event is None or not self._take_directly(choice, *timed_event):
                 self._write_directly()
                 return self.checked(timed_event)
         self._write_directly()
-        self._is_read_to_end = True
+        self._awaited = choice
         return await super().next_event()
+
+    def _plain_choice(self) -> Choice | None:
+        """Return the choice whose tokens may be written directly from now on: it has begun and not ended."""
+        choice = self.choices[0]
+        is_open = self._direct is not None and self._direct.emit is not None and choice.reason is None
+        return choice if is_open and choice.num_tokens else None
 
     def arrive(self, timed_event: TimedEvent) -> None:
         """Write a plain token to the client at once if nothing waits before it; else leave the event to the reader.
 
         The reader costs a queue, the wake of a task, five generators and ASGI: five times as much as the token.
         """
-        was_written = not self._unwritten
+        choice, was_written = self._awaited, not self._unwritten
         try:
-            if self._is_read_to_end and timed_event is not None and self._take_directly(*timed_event):
-                if was_written:
-                    self.client.write_after_step(self._write_directly)
+            if choice is not None and timed_event is not None and self._take_directly(choice, *timed_event):
+                if not self.client.is_late:
+                    self._write_directly()
+                elif was_written:
+                    self.client.write_after_steps(self._write_directly)
                 return
         except RequestError as error:  # of the tokenizer: it ends this request, and no other of the step
             assert timed_event is not None, "an event was taken"
             timed_event = RequestFailed(timed_event[0].request_id, error), timed_event[1]
-        self._is_read_to_end = False
+        self._awaited = None
         self._write_directly()
         super().arrive(timed_event)
 
-    def _take_directly(self, event: Event, now: float) -> bool:
-        """Take a plain token that can be written directly, or return False."""
-        direct = self._direct
-        if direct is None or direct.frame is None or direct.write is None or not isinstance(event, TokensReady):
+    def _take_directly(self, choice: Choice, event: Event, now: float) -> bool:
+        """Take a token if its client can be written to, or return False."""
+        if not isinstance(event, TokensReady) or self._direct.flow.write_paused:  # type: ignore[union-attr]  # it is open
             return False
-        choice = self.choices[0]
-        if not choice.num_tokens or choice.reason is not None or not direct.write(b""):
-            return False
-        self.client.count_direct(len(event.token_ids), now - choice.last_token_at)
-        choice.num_tokens += len(event.token_ids)
-        self.num_completion_tokens += len(event.token_ids)
+        token_ids = event.token_ids
+        num_tokens = len(token_ids)
+        self.client.count_direct(num_tokens, now - choice.last_token_at)
+        choice.num_tokens += num_tokens
+        self.num_completion_tokens += num_tokens
         choice.last_token_at = self.last_token_at = now
-        choice.token_ids += event.token_ids
-        self._unwritten += "".join(map(choice.text.push, event.token_ids))
+        choice.token_ids += token_ids
+        for token_id in token_ids:
+            self._unwritten += choice.text.push(token_id)
         return True
 
     def _write_directly(self) -> None:
-        if not self._unwritten:
-            return
-        direct, token_ids = self._direct, self.choices[0].token_ids
-        assert direct is not None and direct.frame is not None and direct.write is not None, "tokens were taken"
-        direct.write(direct.frame(self._unwritten, token_ids))
-        self._unwritten = ""
-        token_ids.clear()
+        if text := self._unwritten:
+            self._unwritten = ""
+            token_ids = self.choices[0].token_ids
+            self._direct.emit(text, token_ids)  # type: ignore[union-attr, misc]  # tokens were taken
+            token_ids.clear()
 
     def take(self, timed_event: tuple[Event, float] | None) -> list[StreamEvent]:
         """Return the stream events that follow; None: the request has timed out.

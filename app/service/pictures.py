@@ -39,14 +39,14 @@ class Vectors(Protocol):
 class Tower(Protocol):
     """The part of a model that reads pictures. `token` stands for one in the text of a chat template.
 
-    `cuts_by_number`: one of several pictures is cut differently than a single one. `joins_prompt`: the tokens of a prompt
-    with pictures see each other.
+    `cuts_by_number`: one of several pictures is cut differently than a single one. `joined_tokens`: if the tokens of a
+    prompt with pictures see each other, the most that it may have; else 0.
     """
 
     token: str
     token_id: int
     cuts_by_number: bool
-    joins_prompt: bool
+    joined_tokens: int
 
     def read(self, data: bytes, field: str, is_alone: bool) -> Vectors: ...
 
@@ -59,7 +59,7 @@ class ReadPicture:
     key: bytes
     placeholder: str
     placeholder_id: int
-    joins_prompt: bool
+    joined_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class ChatPictureReader:
         self._known.move_to_end(key)
         while self._num_bytes > CACHED_BYTES:
             self._num_bytes -= _num_bytes(self._known.popitem(last=False)[1])
-        return ReadPicture(vectors, key, tower.token, tower.token_id, tower.joins_prompt)
+        return ReadPicture(vectors, key, tower.token, tower.token_id, tower.joined_tokens)
 
 
 def check_pictures(reader: ChatPictureReader | None, reason: str, pictures: Sequence[Picture]) -> ChatPictureReader:
@@ -150,8 +150,6 @@ def place_pictures(token_ids: Sequence[int], pictures: Sequence[ReadPicture]) ->
 
     Raises `InvalidRequest` if the chat template has not written one placeholder for each picture.
     """
-    if not pictures:
-        return PlacedPictures(tuple(token_ids), tuple(token_ids))
     count = sum(token == pictures[0].placeholder_id for token in token_ids)
     if count != len(pictures):
         raise InvalidRequest(
@@ -175,8 +173,13 @@ def place_pictures(token_ids: Sequence[int], pictures: Sequence[ReadPicture]) ->
         for run in picture.vectors.runs:
             vectors.append(run.moved(start))
             engine[start + run.start : start + run.end] = ids[run.start : run.end]
-    if not pictures[0].joins_prompt:
+    most = pictures[0].joined_tokens
+    if not most:
         return PlacedPictures(tuple(shown), tuple(engine), tuple(vectors))
+    if len(engine) > most:
+        raise InvalidRequest(
+            f"The prompt has {len(engine)} tokens that see each other, and a layer's window {most}.", field="messages"
+        )
     joined = tuple(one.in_block((0, len(engine))) for one in vectors)
     salt = hashlib.sha256(struct.pack(f"<{len(engine)}I", *engine)).hexdigest()
     return PlacedPictures(tuple(shown), tuple(engine), joined, salt)

@@ -102,7 +102,7 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest, pictures: Sequ
     form = model.reasoning_format if request.separates_reasoning else None
     reads_end = form is not None or (request.messages is not None and model.tool_format.around)
     end = model.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False) if reads_end else ""
-    begun = begun_answer(model.tool_format, end)
+    begun = begun_answer(model.tool_format, end) if end else ""
     is_open = form is not None and opens_reasoning(form, end)
     if form is not None and (closes_reasoning(form, end) or (begun and begun == model.tool_format.answer)):
         form = None
@@ -236,7 +236,7 @@ def tokenize_prompt(
         ids = ids[-wanted.number :] if wanted.keeps_end else ids[: wanted.number]
     if not ids:
         raise InvalidRequest(f"{field} has no tokens: there is nothing to continue.", field=field)
-    placed = place_pictures(ids, pictures)
+    placed = place_pictures(ids, pictures) if pictures else PlacedPictures(tuple(ids), tuple(ids))
     _check_context_length(model, len(placed.token_ids), request, field)
     check_embedded(model, [token for token in placed.engine_ids if token < FIRST_VECTOR_ID] if pictures else ids, field)
     params, vocab_size = request.params, model.limits.vocab_size

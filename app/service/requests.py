@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from app.messages import Array, FinishReason, GrammarSource, SamplingParams, Text, Timings
 from app.metrics.instruments import Api
@@ -189,19 +189,33 @@ class ChoiceFinished:
 StreamEvent = Accepted | TextDelta | ChoiceFinished
 
 
+class Flow(Protocol):
+    """The state of a connection."""
+
+    write_paused: bool
+
+
+@dataclass(slots=True)
+class OpenFlow:
+    """The state of an answer that takes everything."""
+
+    write_paused: bool = False
+
+
 @dataclass(slots=True)
 class DirectOutput:
     """The way of a plain token to its response without the stream's reader (`OpenGeneration.arrive`).
 
     Attributes:
-        frame: Return what `write` takes for a text and the ids of its tokens: the event's bytes, as the stream's reader
-            would write it, or a part of a whole answer. None while the next event is of another kind.
-        write: Add it to the response after all that was sent before, or return False if the client cannot take it now;
-            empty bytes only ask. None before the response begins, and for a connection that cannot.
+        emit: Add a text and the ids of its tokens to the response, after all that was sent before: as the event that the
+            stream's reader would write, or as a part of a whole answer. None while the next event is of another kind.
+        write: Write bytes to the connection. None before the response begins, and for a connection that cannot.
+        flow: Says whether the client must read first. It is an attribute, since it is read for each token.
     """
 
-    frame: Callable[[str, Sequence[int]], bytes | TextDelta] | None = None
-    write: Callable[[Any], bool] | None = None
+    emit: Callable[[str, Sequence[int]], None] | None = None
+    write: Callable[[bytes], None] | None = None
+    flow: Flow = field(default_factory=OpenFlow)
 
 
 # A text, a pair that is read as one (a query and a document), or token ids, to which no special tokens are added.

@@ -44,7 +44,7 @@ class IncrementalDetokenizer:
         hidden = (
             [name for token_id, name in tokenizer.special_tokens.items() if token_id not in literals] if stops else []
         )
-        self._stops = StopStrings(stops, include_stop, hidden)
+        self._stops, self._has_stops = StopStrings(stops, include_stop, hidden), bool(stops)
         self._early_tokens = min_tokens
         self._window = self._context_window(context)
         self._shown = self._context_length()  # characters of the window's text that were already returned
@@ -60,11 +60,12 @@ class IncrementalDetokenizer:
         self._early_tokens -= 1
         piece = self._tokenizer.piece(token_id) if self._is_whole else None
         if piece is not None:
-            self._window.append(token_id)
+            window = self._window
+            window.append(token_id)
             self._shown += len(piece)
-            if len(self._window) >= _MAX_WINDOW_TOKENS:
-                self._narrow(self._decoded())
-            return self._stops.push(piece, is_early=is_early)
+            if len(window) >= _MAX_WINDOW_TOKENS:
+                self._narrow_whole()
+            return self._stops.push(piece, is_early=is_early) if self._has_stops else piece
         if not self._tokenizer.has_text(token_id):
             literal = self._literals.get(token_id)
             name = self._tokenizer.token_text(token_id) if literal is None else literal
@@ -101,6 +102,14 @@ class IncrementalDetokenizer:
                 self._window = self._window[-count:]
                 self._shown = max(len(tail) - waiting, 0)
                 return
+
+    def _narrow_whole(self) -> None:
+        """Drop the window's first tokens, all of whose text was returned."""
+        last = self._window[-_NARROWED_TOKENS[0] :]
+        if None in map(self._tokenizer.piece, last):
+            self._narrow(self._decoded())
+        else:  # the rest has the same text, except for the first token's if the decoder changes it
+            self._window, self._shown = last, len(self._tokenizer.decode(last))
 
     def _context_length(self) -> int:
         """Count the complete characters of the context, which may end within one that the next tokens complete."""

@@ -240,7 +240,7 @@ def _open_gguf(file: Path, mmproj: Path | None) -> Checkpoint:
     family, config = family_of(model), config_values(model)
     try:
         model_config = ModelConfig.from_hf(config)
-        tensors = _decoder_tensors(model_config, checkpoint_tensors(model, family, config))
+        tensors = decoder_tensors(model_config, checkpoint_tensors(model, family, config))
     except CheckpointInvalid as error:
         raise CheckpointInvalid(error.message.replace("config.json", f"the metadata of {model.file.name}")) from error
     check_tokenizer(model)
@@ -253,7 +253,6 @@ def _open_directory(directory: Path, engine: EngineChoice) -> Checkpoint:
         raise CheckpointInvalid(adapter_as_model_message(directory))
     config, model_config = read_model_config(directory, engine)
     method = quantization_method(config)
-    found = _find_tensors(directory, _conversion(model_config, directory))
     if method and isinstance(model_config, TransformersConfig):
         raise CheckpointInvalid(
             f"config.json: quantized weights of a {model_config.architecture} are not supported, which transformers computes here;"
@@ -263,9 +262,8 @@ def _open_directory(directory: Path, engine: EngineChoice) -> Checkpoint:
         raise CheckpointInvalid(
             "config.json: quantized weights are supported for decoders only; use the original weights."
         )
-    if method:
-        found = join_weights(method, config, found)
-    elif model_config.kind == "decoder" or isinstance(model_config, TaskConfig):
+    found = stored_tensors(directory, config, _conversion(model_config, directory))
+    if not method and (model_config.kind == "decoder" or isinstance(model_config, TaskConfig)):
         check_not_quantized(found)
     if isinstance(model_config, ModelConfig) and model_config.tie_embeddings and has_own_head(found, model_config):
         log.warning("lm_head.weight differs from the embedding and is used, although config.json ties them")
@@ -274,7 +272,7 @@ def _open_directory(directory: Path, engine: EngineChoice) -> Checkpoint:
     if isinstance(model_config, EncoderConfig):
         tensors = _encoder_tensors(model_config, found, directory)
     elif isinstance(model_config, ModelConfig):
-        tensors = _decoder_tensors(model_config, found)
+        tensors = decoder_tensors(model_config, found)
     if not isinstance(model_config, TaskConfig):  # transformers reads its own
         _check_tokenizer(directory)
     return Checkpoint(
@@ -326,6 +324,12 @@ def _conversion(config: AnyConfig, directory: Path) -> str:
         kind = "AutoModelForSequenceClassification" if config.labels else "AutoModel"
     tokenizer = "then copy the tokenizer's files (tokenizer.json, tokenizer_config.json)"
     return f"transformers.{kind}.from_pretrained(DIR).save_pretrained(NEW_DIR), {tokenizer}"
+
+
+def stored_tensors(directory: Path, config: Mapping[str, Any], conversion: str = "") -> dict[str, TensorEntry]:
+    """Return all tensors of a directory by their stored names; quantized ones are joined from their parts."""
+    method, found = quantization_method(config), _find_tensors(directory, conversion)
+    return join_weights(method, config, found) if method else found
 
 
 def _find_tensors(directory: Path, conversion: str) -> dict[str, TensorEntry]:
@@ -395,7 +399,7 @@ def _check_tokenizer(directory: Path) -> None:
 # ---- which tensors --------------------------------------------------------------------------------------------------
 
 
-def _decoder_tensors(config: ModelConfig, found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def decoder_tensors(config: ModelConfig, found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     renamed = rename_decoder_tensors(found, config)
     renamed = replace(renamed, unused=[name for name in renamed.unused if not is_zero_bias(name, found)])
     missing = [name for name in tensors_of(config) if name not in renamed.tensors]

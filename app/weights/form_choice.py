@@ -14,6 +14,7 @@ from app.models.decoders.layers import Norm
 from app.models.decoders.shapes import is_expert, is_router
 from app.weights.forms import (
     DETERMINISTIC_RECIPES,
+    DEVICE_EXACT,
     EXACT,
     KEPT_FORMS,
     OUTPUT_SOURCES,
@@ -86,7 +87,7 @@ class FormChoice:
 
     def _form_names(self, source: str) -> tuple[str, ...]:
         if is_router(source):
-            return ROUTER_FORMS
+            return ROUTER_FORMS if self.device is None else DEVICE_EXACT.linear
         kept = kept_precision(self.keep, source)
         if kept is not None:
             return KEPT_FORMS[kept]

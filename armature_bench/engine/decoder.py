@@ -140,7 +140,7 @@ def measure_decoder_engine(
     taken = {load: samples for load, samples in measured.items() if samples.seconds}
     kv_bytes = built.runner.kv_cache.bytes_per_token * (
         PROMPT_TOKENS + min(options.steps_per_round, driver.segment_steps) / 2
-    )
+    ) + 8 * sum(built.runner.kv_cache.shape.state_sizes)  # fp32 states are read and written
     details = {
         "machine": facts.to_json(),
         "plan": plan.to_json(),
@@ -224,7 +224,7 @@ def _work(driver: DecoderDriver, load: DecoderLoad, steps: int) -> list[float]:
 
 
 def _load_figures(load: DecoderLoad, samples: WorkSamples, kv_bytes: float) -> Iterator[Figure]:
-    """Yield the rows of one load. `kv_bytes` is one sequence's keys and values in the middle of its run."""
+    """Yield the rows of one load. `kv_bytes` is one sequence's keys, values and states in the middle of its run."""
     bound, share = samples.bound
     parts = {"tok/s": load.all_tokens / samples.middle}
     if not load.prompt and samples.num_bytes:

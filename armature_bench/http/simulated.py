@@ -26,6 +26,7 @@ from typing import Any
 
 import uvicorn
 
+from app.api.application import create_app
 from app.api.routing import ApiRuntime
 from app.engine.worker import SWITCH_SECONDS, Callbacks, Engine, Worker
 from app.errors import RequestError
@@ -48,7 +49,6 @@ from app.metrics.step_monitor import StepBegin, StepRecorder
 from app.metrics.steps import EngineSnapshot, StepStats
 from app.models.encoders.config import EncoderConfig
 from app.server.api_processes import ApiProcesses
-from app.server.app import create_app
 from app.server.channel import Pickled
 from app.server.engine_child import HostedEngine, fail
 from app.server.engine_clients import EngineClients

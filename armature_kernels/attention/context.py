@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from armature_kernels.attention.attention import QkvHeads
@@ -88,6 +89,10 @@ class TokenVectors:
     rows: Tensor
     values: Tensor
     axes: Tensor | None = None
+
+    def to(self, device: torch.device) -> TokenVectors:
+        axes = None if self.axes is None else self.axes.to(device)
+        return TokenVectors(self.rows.to(device), self.values.to(device), axes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from armature_kernels.attention.attention import AttentionSequence, KvRows, KvSegment
 from armature_kernels.attention.context import AttentionSpec
@@ -171,9 +172,13 @@ def _masked_flash_attention(queries: Tensor, context: Segment, ahead: Tensor, sp
 
 def _flash_of_seen(queries: Tensor, context: Segment, seen: Tensor, spec: AttentionSpec) -> Tensor:
     heads = queries.flatten(1, 2).transpose(0, 1).unsqueeze(0)
-    bias = torch.zeros(seen.shape, dtype=queries.dtype).masked_fill_(~seen, -torch.inf)
+    bias = torch.zeros(seen.shape, dtype=queries.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
     key, value = context.key.transpose(0, 1).unsqueeze(0), context.value.transpose(0, 1).unsqueeze(0)
-    result: Tensor = _flash(heads, key, value, 0.0, False, attn_mask=bias, scale=spec.scale)[0]
+    result: Tensor
+    if heads.is_cpu:
+        result = _flash(heads, key, value, 0.0, False, attn_mask=bias, scale=spec.scale)[0]
+    else:
+        result = scaled_dot_product_attention(heads, key, value, bias, scale=spec.scale, enable_gqa=True)
     return result.squeeze(0).transpose(0, 1).reshape(queries.shape)
 
 
@@ -216,8 +221,9 @@ def attend_in_blocks(query: Tensor, kv: KvRows, blocks: Iterable[BlockRow], spec
         context = _join_segments(_segments_between(context_segments(row.runs, kv), low, end))
         own = query[row.first : row.first + row.num_tokens].to(context.key.dtype)
         queries = own.view(row.num_tokens, context.key.shape[1], -1, head_dim)
-        ahead = torch.arange(low, end) - torch.arange(row.start, end).unsqueeze(1)
-        seen = (ahead <= 0) | (torch.arange(low, end) >= row.block[0])
+        keys = torch.arange(low, end, device=query.device)
+        ahead = keys - keys[row.start - low :].unsqueeze(1)
+        seen = (ahead <= 0) | (keys >= row.block[0])
         seen &= ahead > -(spec.window or end + 1)
         result = (
             _flash_of_seen(queries, context, seen, spec)

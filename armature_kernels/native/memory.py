@@ -57,7 +57,16 @@ def allocate_packed(nbytes: int) -> Tensor:
 
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-_allocators: list[Allocate] = []  # used by the worker thread
+
+
+class _Allocators(threading.local):
+    """The allocators of a thread, of which the last one is used."""
+
+    def __init__(self) -> None:
+        self.used: list[Allocate] = []
+
+
+_allocators = _Allocators()
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -65,17 +74,17 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
     It begins at a cache line if torch's allocator provides that, as it does on a CPU.
     """
-    return _allocators[-1](shape, dtype) if _allocators else torch.empty(shape, dtype=dtype)
+    return _allocators.used[-1](shape, dtype) if _allocators.used else torch.empty(shape, dtype=dtype)
 
 
 @contextmanager
 def use_allocator(allocate: Allocate) -> Iterator[None]:
     """Use this allocator for the results of kernels within the context."""
-    _allocators.append(allocate)
+    _allocators.used.append(allocate)
     try:
         yield
     finally:
-        _allocators.pop()
+        _allocators.used.pop()
 
 
 def aligned_bytes(nbytes: int) -> Tensor:

@@ -6,6 +6,7 @@ Arguments contain addresses of tensors, which the caller keeps alive until the c
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -26,11 +27,19 @@ _MIN_POOL_VALUES = 16384  # values: for fewer, waking the other threads costs mo
 
 OperationObserver = Callable[[OpCode, ctypes.Structure], None]
 
-_observers: list[
-    OperationObserver
-] = []  # used by the worker thread, the only one that runs operations during a recording
 
-_dry_run_observers: list[OperationObserver] = []  # observers of a dry run, of which the last one is active
+class _Observers(threading.local):
+    """Who is told of the operations of a thread: other threads may run operations during a recording.
+
+    Of the observers of a dry run the last one is active.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[OperationObserver] = []
+        self.dry_runs: list[OperationObserver] = []
+
+
+_observers = _Observers()
 
 
 def run_operation(arguments: Arguments, values: int | None = None) -> None:
@@ -39,8 +48,8 @@ def run_operation(arguments: Arguments, values: int | None = None) -> None:
     The GIL is released meanwhile. Inside `dry_run_operations`, the operation is reported and not run.
     """
     code = arguments.code
-    if _dry_run_observers:
-        _dry_run_observers[-1](code, arguments)
+    if _observers.dry_runs:
+        _observers.dry_runs[-1](code, arguments)
         return
     library = native_library().library
     assert library is not None, "callers check that the library is loaded"
@@ -48,7 +57,7 @@ def run_operation(arguments: Arguments, values: int | None = None) -> None:
     threads = 1 if values is not None and values < _MIN_POOL_VALUES else torch.get_num_threads()
     missing = library.armature_run(ctypes.byref(operation), 1, threads)
     assert missing == 0, f"the level {native_library().level} has no kernel for {code.name}: ask `has` first"
-    for listener in _observers:
+    for listener in _observers.runs:
         listener(code, arguments)
 
 
@@ -60,11 +69,11 @@ def operation_array(steps: Sequence[tuple[OpCode, ctypes.Structure]]) -> ctypes.
 @contextmanager
 def observe_operations(listener: OperationObserver) -> Iterator[None]:
     """Call the listener after every operation that runs within the context."""
-    _observers.append(listener)
+    _observers.runs.append(listener)
     try:
         yield
     finally:
-        _observers.remove(listener)
+        _observers.runs.remove(listener)
 
 
 @contextmanager
@@ -73,11 +82,11 @@ def dry_run_operations(listener: OperationObserver) -> Iterator[None]:
 
     Results are not initialised.
     """
-    _dry_run_observers.append(listener)
+    _observers.dry_runs.append(listener)
     try:
         yield
     finally:
-        _dry_run_observers.pop()
+        _observers.dry_runs.pop()
 
 
 def has_kernel(code: OpCode) -> bool:

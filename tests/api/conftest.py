@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from app.api.application import create_app
 from app.api.routing import ApiRuntime
-from app.server.app import create_app
 from tests.api.scripted_service import Conversation, CountingMetrics, Lifetime, ScriptedService
 
 

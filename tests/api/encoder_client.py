@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 
+from app.api.application import create_app
 from app.api.routing import ApiRuntime
 from app.api.schemas import NewNames
 from app.models.encoders.config import EncoderConfig
-from app.server.app import create_app
 from fake_encoder import CONFIG, LIMITS, EncodingWorker, encoding
 from tests.api.scripted_service import Lifetime
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.routers import ROUTES
+from app.api.application import ROUTES
 from app.errors import NotReady, Overloaded, StepFailed
 from tests.api.scripted_service import Conversation, CountingMetrics, ScriptedService, deltas
 

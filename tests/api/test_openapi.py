@@ -12,7 +12,7 @@ from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from referencing.exceptions import Unresolvable
 
-from app.api.routers import DIALECTS, ROUTES, error_format
+from app.api.application import DIALECTS, ROUTES, error_format
 from tests.api.scripted_service import CountingMetrics, ScriptedService
 
 Json = dict[str, Any]

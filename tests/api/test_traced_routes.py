@@ -10,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.routers import ROUTES
+from app.api.application import ROUTES, create_app
 from app.api.routing import ApiRuntime
 from app.errors import StepFailed
-from app.server.app import create_app
 from app.tracing.request_trace import RequestTrace
 from tests.api.scripted_service import Conversation, CountingMetrics, Lifetime, ScriptedService, deltas
 

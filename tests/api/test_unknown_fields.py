@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.routers import ROUTES
+from app.api.application import ROUTES
 from app.api.routing import ModelNames
 from app.api.schemas import Body, NewNames, parse_body
 from app.errors import UnsupportedParameter

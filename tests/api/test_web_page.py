@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from app.api.application import create_app
 from app.api.routing import ApiRuntime
 from app.api.server.pages import POLICY, WEB_DIRECTORY, read_web_file, web_paths
 from app.cli.parser import parse_arguments
 from app.errors import UnknownArgument
-from app.server.app import create_app
 from app.settings import given_settings, load_settings
 from tests.api.scripted_service import CountingMetrics, Lifetime, ScriptedService
 

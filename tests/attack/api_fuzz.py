@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from app.api.routers import ROUTES as ALL_ROUTES
+from app.api.application import ROUTES as ALL_ROUTES
 
 COMMAND = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
 # A schema says nothing about the kind of the served model, the length of its context, its labels and fields that exclude

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from examples.nginx.upstream_weights import lines
 from external_tools import ROOT, tool
 from tools.peers.nginx import Nginx, Rule, before, whole
 from tools.peers.ports import free_ports
-from tools.upstream_weights import lines
 
 PATIENCE = 10.0  # a server holds its second piece back for longer than a client waits
 
@@ -140,10 +140,10 @@ def post(url: str) -> tuple[int, str]:
 
 @pytest.fixture
 def documented(pair: tuple[Backend, Backend]) -> Iterator[str]:
-    """docs/nginx.conf as it stands, but for the port and the folder, with weights as the tool writes them."""
+    """examples/nginx/nginx.conf as it stands, but for the port and the folder, with weights as the tool writes them."""
     tool("nginx")
     (port,) = free_ports(1)
-    text = (ROOT / "docs" / "nginx.conf").read_text().replace("listen 80;", f"listen 127.0.0.1:{port};")
+    text = (ROOT / "examples" / "nginx" / "nginx.conf").read_text().replace("listen 80;", f"listen 127.0.0.1:{port};")
 
     def written(folder: Path) -> str:
         (folder / "armature-servers.conf").write_text(lines({pair[0].address: 100, pair[1].address: 25}))
@@ -195,7 +195,7 @@ def test_as_documented_a_machine_that_is_gone_costs_a_second_and_no_answer(
 
 
 def test_as_documented_connecting_may_be_tried_again_and_a_response_that_times_out_may_not() -> None:
-    text = (ROOT / "docs" / "nginx.conf").read_text()
+    text = (ROOT / "examples" / "nginx" / "nginx.conf").read_text()
     times = {
         name: float(re.findall(rf"{name} (\d+)s;", text)[0]) for name in ("proxy_read_timeout", "proxy_connect_timeout")
     }

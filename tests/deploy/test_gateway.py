@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.api.routers import ROUTES
+from app.api.application import ROUTES
 from app.settings import Settings
 from external_tools import Manifest, built, of_kind, run, tool
 from tests.deploy.clusters import pod, pod_labels, selects, server, servers

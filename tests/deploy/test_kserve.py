@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.api.routers import ROUTES
+from app.api.application import ROUTES
 from app.cli.parser import setting_rows
 from app.version import VERSION
 from external_tools import Manifest, built, of_kind, run, tool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,16 @@ def visit(browser: Any) -> Iterator[Visits]:
     yield visits
     visits.close()
     assert visits.told == []
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -keyout".split()
+    try:
+        subprocess.run([*made, key, "-out", cert, *subject], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("this machine has no openssl")
+    return cert, key

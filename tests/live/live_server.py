@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import uvicorn
 
+from app.api.application import create_app
 from app.engine.scheduler.batch import Batch, SampledTokens
 from app.engine.worker import Worker
 from app.hardware.plan.plan import decide_api_processes
 from app.server.api_processes import ApiProcesses
-from app.server.app import create_app
 from app.server.listeners import listen, url_of
 from app.server.prepare import prepare
 from app.server.process import server_config
@@ -181,7 +181,7 @@ class ServerProcess:
     def url(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line.startswith("listening on http://"), (line, self.finish())
+        assert line.startswith(("listening on http://", "listening on https://")), (line, self.finish())
         return line.removeprefix("listening on ").strip()
 
     def finish(self) -> tuple[int, str]:

@@ -15,9 +15,9 @@ import httpx
 import pytest
 import uvicorn
 
+from app.api.application import create_app
 from app.hardware.plan.plan import decide_api_processes
 from app.server.api_processes import ApiProcesses
-from app.server.app import create_app
 from app.server.listeners import listen, url_of
 from app.server.models import ModelRegistry
 from app.server.process import server_config

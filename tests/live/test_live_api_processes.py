@@ -5,11 +5,13 @@ The main process of these servers takes no connections, so that every request re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,38 @@ def test_all_processes_end_with_the_main_one(tiny: Path, ends_by: str) -> None:
                 status, log = served.finish()
                 assert status == 0 and "Traceback" not in log, log
         until(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.full
+def test_tls_and_a_hangup_are_for_all_processes(tiny: Path, tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    (cert, key), keys = certificate, tmp_path / "keys"
+    flags = ("--tls-cert", str(cert), "--tls-key", str(key), "--api-key-file", str(keys))
+    keys.write_text("first\n")
+    os.utime(keys, (1e9, 1e9))
+    context = ssl.create_default_context(cafile=cert)
+    with server_process(tiny, "--api-processes", "2", "--calibrate", "off", *flags) as served:
+        url = served.url()
+        assert url.startswith("https://")
+
+        def statuses(key: str) -> set[int]:
+            """The statuses of as many connections as it takes until the other process has some of them."""
+            files, found = Path(f"/proc/{children(served)['armature-api']}/fd"), set[int]()
+            before = len([*files.iterdir()])
+            with contextlib.ExitStack() as stack:
+                while len([*files.iterdir()]) < before + 2:
+                    client = stack.enter_context(httpx.Client(base_url=url, verify=context, timeout=PATIENCE))
+                    found.add(client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code)
+            return found
+
+        until(lambda: httpx.get(f"{url}/readyz", verify=context).status_code == 200)
+        until(lambda: "armature-api" in children(served))
+        assert statuses("first") == {200}
+        keys.write_text("other\n")
+        os.utime(keys, (1e9, 1e9))  # it looks unchanged
+        assert (statuses("first"), statuses("other")) == ({200}, {401})
+        served.process.send_signal(signal.SIGHUP)
+        until(lambda: statuses("other") == {200})
+        assert statuses("first") == {401}
 
 
 def drain(served: ServerProcess, client: httpx.Client, pids: list[int], how: str) -> None:

@@ -205,7 +205,7 @@ def test_anthropics_client_sends_a_picture(reader: LiveServer) -> None:
     options: Any = {"model": "demo", "messages": [{"role": "user", "content": content}]}
     with anthropic.Anthropic(base_url=reader.url, api_key="none", max_retries=0, timeout=60) as client:
         counted = client.messages.count_tokens(**options).input_tokens
-        with client.messages.stream(**options, max_tokens=LIMIT, temperature=0.0) as stream:
+        with client.messages.stream(**options, max_tokens=LIMIT, extra_body={"temperature": 0.0}) as stream:
             streamed = "".join(stream.text_stream)
             usage = stream.get_final_message().usage
     assert usage.input_tokens + usage.cache_read_input_tokens == counted > 34

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,23 +10,17 @@ from typing import Any
 import pytest
 
 from app.backends import selection
-from app.hardware.facts import CudaDevice, Facts, TorchBuild
 from app.hardware.probe.probe import probe
 from app.server import prepare
 from app.settings import DEMO_DIRECTORY
 from picture_checkpoints import write_reader
-from simulated_device import SimulatedDeviceBackend
+from simulated_device import SimulatedDeviceBackend, with_gpu
 from tests.live import live_server
 from tests.live.live_server import LiveServer, live, starting, until
 from tests.live.test_live_pictures import asked, data_url
 
-GPU = CudaDevice(0, "NVIDIA H200", (9, 0), 141 * 2**30, free_bytes=20 * 2**30)
 PROMPTS = ["Once upon a time", "The little dog", "A girl named", "One day", "There was a", "Tom and his friend"]
 SMALL = {"max_model_len": 256, "max_running_seqs": 8, "max_batch_tokens": 64, "kv_cache_bytes": 2**23}
-
-
-def with_gpu(root: Path = Path("/")) -> Facts:
-    return dataclasses.replace(probe(root), cuda=(GPU,), torch=TorchBuild("2.13.0", cuda="13.0"))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +102,16 @@ def test_both_ways_write_the_same(steady: LiveServer, monkeypatch: pytest.Monkey
     path, body = (BODIES | GENERAL)[name]
     streamed(steady, path, body)  # the others find the prompt in the cache
     written: list[bytes] = []
-    write = BoundedProtocol._write_directly
+    direct_write = BoundedProtocol._direct_write
 
-    def watched(self: BoundedProtocol, cycle: Any, data: bytes) -> bool:
-        written.append(data)
-        return write(self, cycle, data)
+    def watched(self: BoundedProtocol, cycle: Any) -> Callable[[bytes], None]:
+        write = direct_write(self, cycle)
+        return lambda data: (written.append(data), write(data))[1]
 
-    monkeypatch.setattr(BoundedProtocol, "_write_directly", watched)
+    monkeypatch.setattr(BoundedProtocol, "_direct_write", watched)
     direct = streamed(steady, path, body)
     assert any(written) == (name in BODIES)
-    monkeypatch.setattr(BoundedProtocol, "_write_directly", lambda self, cycle, data: False)
+    monkeypatch.setattr(BoundedProtocol, "_direct_write", lambda self, cycle: None)
     assert streamed(steady, path, body) == direct
 
 
@@ -124,12 +124,12 @@ def test_a_whole_answer_is_the_same_both_ways(steady: LiveServer, monkeypatch: p
     added: list[Any] = []
     add = CollectedCompletion.add_directly
 
-    def watched(self: CollectedCompletion, delta: Any) -> bool:
-        added.append(delta)
-        return add(self, delta)
+    def watched(self: CollectedCompletion, text: str, token_ids: Sequence[int]) -> None:
+        added.append(text)
+        add(self, text, token_ids)
 
     monkeypatch.setattr(CollectedCompletion, "add_directly", watched)
     direct = streamed(steady, path, body, streams=False)
     assert any(added) == (name in WHOLE or name == "token ids")
-    monkeypatch.setattr(CollectedCompletion, "add_directly", lambda self, delta: False)
+    monkeypatch.setattr(CollectedCompletion, "add_directly", None)
     assert streamed(steady, path, body, streams=False) == direct

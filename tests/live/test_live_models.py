@@ -231,7 +231,7 @@ def test_a_model_of_tasks_is_served_beside_others(folders: dict[str, Path], tmp_
     with several({"tiny": folders["tiny"], "tags": tmp_path}) as server:
         assert server.client.get("/info?model=tags").json()["plan"]["engine"]["value"] == "transformers"
         body = {"inputs": [TEXTS[0], TEXTS[1]]}
-        for path in ("/models/tags/pipeline/token-classification", "/models/tags"):
+        for path in ("/models/tags/pipeline/token-classification", "/models/tags", "/pipeline/token-classification"):
             found = server.post(path, **body)
             assert found.status_code == 200 and len(found.json()) == 2, found.text
             assert set(found.json()[0][0]) >= {"entity", "score", "word"}
@@ -239,6 +239,9 @@ def test_a_model_of_tasks_is_served_beside_others(folders: dict[str, Path], tmp_
         refused = server.post("/v1/completions", model="tags", prompt="Once", max_tokens=2)
         assert refused.status_code == 400
         assert server.post("/models/tiny/pipeline/token-classification", **body).status_code == 400
+        nobody = server.post("/pipeline/fill-mask", **body)
+        assert nobody.status_code == 400
+        assert "'tiny' does generate; 'tags' does" in nobody.text
 
 
 def test_a_model_without_keys_beside_models_with_keys_is_refused(folders: dict[str, Path]) -> None:

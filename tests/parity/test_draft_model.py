@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.draft_model import DraftModel
-from app.engine.decoder.kv_cache import KvCache, KvShape
+from app.engine.decoder.kv_cache import KvCache, kv_shape_of
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Sequence
 from app.engine.scheduler.speculation import ModelDrafting, NgramDrafter, NoDrafter, Speculation
@@ -47,9 +47,7 @@ def drafting(
 ) -> MakeSpeculation:
     def make() -> Speculation:
         config: Any = model.config
-        cache = KvCache(
-            KvShape(config.num_layers, 5, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.float32
-        )
+        cache = KvCache(kv_shape_of(config, 5, MAX_LEN, 5 if config.state_sizes else 0), torch.float32)
         runner = CpuDecoderRunner(
             DecoderReplay(cast(Decoder, model)), cache, CpuBackend(torch.float32), Sampler(config.vocab_size)
         )
@@ -93,6 +91,27 @@ def test_its_keys_and_values_are_right_all_the_time(model: torch.nn.Module) -> N
     engine.generate(requests, drafting(model))
     drafted, accepted = engine.guessed
     assert drafted > 100 and accepted == drafted
+
+
+def test_a_state_goes_back_to_what_was_accepted(folder: Path) -> None:
+    """A model with recurrent layers drafts for itself: always right, or partly replaced."""
+    model = load(write_checkpoint(folder / "recurrent", "Qwen3_5ForCausalLM", seed=11), max_model_len=MAX_LEN)
+    requests = [one for one in REQUESTS if one.params.temperature == 0.0 and not one.params.has_penalties]
+    engine, dice = Engine(model, torch.float32), random.Random(2)
+    plain = tokens_of(engine.generate(requests, drafting(model)))
+    assert engine.guessed[0] == engine.guessed[1] > 100
+
+    def make() -> Speculation:
+        speculation = drafting(model)()
+        assert speculation.drafting is not None
+        cast(Any, speculation.drafting.model).choose = lambda _, place, token: (token + (dice.random() < 0.3)) % 320
+        return speculation
+
+    again = Engine(model, torch.float32)
+    assert (
+        tokens_of(again.generate(requests, make)) == plain == tokens_of(Engine(model, torch.float32).generate(requests))
+    )
+    assert 0.3 * again.guessed[0] < again.guessed[1] < 0.8 * again.guessed[0]
 
 
 def test_little_memory_for_drafts_is_kept_to(model: torch.nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_shape_of
-from app.engine.scheduler.batch import Batch, KvCopy, LogitRow, SampledTokens, ScheduledSpan, Sequence
+from app.engine.scheduler.batch import Batch, KvCopy, LogitRow, SampledTokens, ScheduledSpan, Sequence, StateCopy
 from app.messages import SamplingParams
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
@@ -62,7 +62,7 @@ class Bench:
         *spans: ScheduledSpan,
         copies: tuple[KvCopy, ...] = (),
         released: tuple[tuple[int, int, int], ...] = (),
-        states: tuple[tuple[int, int], ...] = (),
+        states: tuple[StateCopy, ...] = (),
     ) -> Tensor:
         """Logits of the spans that sample."""
         self.calibration_file.logits.clear()
@@ -127,7 +127,7 @@ def test_a_shared_prefix_equals_an_unshared_one(bench: Bench, shared: int) -> No
     tails = [owner[:shared] + bench.prompts[0], owner[:shared] + bench.prompts[2]]
     bench.run(part(owner[:50], 0, shared, 3))
     if bench.model.config.state_sizes:
-        bench.run(states=((3, 6), (3, 7)))
+        bench.run(states=((3, 6, shared), (3, 7, shared)))
     bench.run(part(owner[:50], shared, 50, 3))
     whole, stepwise = (bench.plain(tail) for tail in tails)
     for end in range(shared + 1, len(tails[1]) + 1):
@@ -147,7 +147,7 @@ def test_a_fork_goes_on_from_its_copy_and_the_source_may_be_released(bench: Benc
     bench.run(part(prompt, 0, len(prompt), 0))
     parent = prompt + tail[:8]
     if bench.model.config.state_sizes:  # the parent is itself a fork, and its child too
-        bench.run(states=((0, 1),))
+        bench.run(states=((0, 1, len(prompt)),))
     bench.run(part(parent, len(prompt), len(parent), 1, (0, len(prompt))))
     child = parent + tail[8:10]
     fork = KvCopy(1, 2, len(prompt), len(parent))
@@ -155,7 +155,7 @@ def test_a_fork_goes_on_from_its_copy_and_the_source_may_be_released(bench: Benc
         part(child, len(parent), len(child), 2, (0, len(prompt))),
         copies=(fork,),
         released=((1, 0, MAX_LEN),),
-        states=((1, 2),) if bench.model.config.state_sizes else (),
+        states=((1, 2, len(parent)),) if bench.model.config.state_sizes else (),
     )
     close(logits[0], bench.plain(child)[-1])
 

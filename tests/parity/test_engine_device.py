@@ -15,10 +15,10 @@ import torch
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.decoder.engine import DecoderEngine
-from app.engine.decoder.kv_cache import KvCache, KvShape
+from app.engine.decoder.kv_cache import KvCache, kv_shape_of
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Sequence
-from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.kv_allocator import KvSlots, StateCheckpoints
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import NoDrafter, Speculation, ngram_drafter
@@ -27,7 +27,7 @@ from device_engine import EOS, MAX_LEN, SLOTS, DelayedSimulatedDevice, DeviceSer
 from engine_simulation import FreeRows
 from loaded_models import load
 from served_families import SERVED, write_family
-from tiny_checkpoints import ARCHITECTURES, OTHERS, write_checkpoint, write_tokenizer
+from tiny_checkpoints import ARCHITECTURES, OTHERS, RECURRENT, write_checkpoint, write_tokenizer
 
 SHARED = prompt_of(70, 0)
 REQUESTS = [
@@ -54,12 +54,18 @@ ON_DEVICE = [one for one in REQUESTS if one.request_id in ("greedy", "seeded")]
 def processor_engine(model: Any) -> DecoderEngine:
     """An engine that computes prompts whole."""
     config = model.config
-    cache = KvCache(
-        KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.float32
-    )
+    cache = KvCache(kv_shape_of(config, SLOTS, MAX_LEN), torch.float32)
     runner = CpuDecoderRunner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
     limits = EngineLimits(MAX_LEN, SLOTS // 2, MAX_LEN)
-    return DecoderEngine(Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(MAX_LEN), limits, {EOS}), runner)
+    return DecoderEngine(
+        Scheduler(
+            KvSlots(SLOTS, SLOTS * MAX_LEN, checkpoints=StateCheckpoints(SLOTS, 0, 16) if config.state_sizes else None),
+            PrefillBudget(MAX_LEN),
+            limits,
+            {EOS},
+        ),
+        runner,
+    )
 
 
 def said_by_a_processor(model: Any, request: Generate) -> Said:
@@ -316,13 +322,56 @@ def test_a_device_with_little_memory_says_the_same_in_smaller_parts(
     served = DeviceServed(llama.model)
     logits, wanting = served.runner._forward.logits, 0
 
-    def scarce(views: Any, sizes: Any, bounds: Any, vectors: Any = None) -> Any:
+    def scarce(views: Any, sizes: Any, bounds: Any, *pictures: Any) -> Any:
         nonlocal wanting
         if sizes.tokens > 12:
             wanting += 1
             raise torch.OutOfMemoryError("planted")
-        return logits(views, sizes, bounds, vectors)
+        return logits(views, sizes, bounds, *pictures)
 
     monkeypatch.setattr(served.runner._forward, "logits", scarce)
     assert served.add(*REQUESTS).finish().said == llama.runs_alone
     assert wanting > 0
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def recurrent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("recurrent"), request.param, REQUESTS)
+
+
+@pytest.mark.cases(test=1, ci=3)
+def test_states_say_what_they_say_on_a_processor(recurrent: Pair) -> None:
+    """Steps that are dropped, tried again in smaller parts, or go on from another sequence's state, some far longer than a chunk."""
+    served = DeviceServed(recurrent.model).add(*REQUESTS).finish()
+    assert served.said == recurrent.runs_alone
+    assert served.runner.graphs.num_replayed > 20 and served.num_ahead > 20
+    hits, requests = served.pool.checkpoints, REQUESTS[2:5]
+    assert hits is not None
+    before = hits.hits
+    served.said.clear()
+    assert served.add(*requests).finish().said == of(recurrent.runs_alone, requests) and hits.hits > before
+
+
+@pytest.mark.cases(test=1, ci=2)
+def test_states_after_preemption_lack_of_memory_and_drafts(recurrent: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [one for one in REQUESTS if one.params.beam_width == 1]
+
+    def oracle(sequence: Sequence) -> Oracle:
+        return Oracle(recurrent.runs_alone[sequence.request_id, sequence.choice], sequence.num_prompt_tokens)
+
+    served = DeviceServed(recurrent.model, pages=6, speculation=Speculation(oracle, FreeRows()))
+    logits, wanting = served.runner._forward.logits, 0
+
+    def scarce(views: Any, sizes: Any, bounds: Any, vectors: Any = None) -> Any:
+        nonlocal wanting
+        found = logits(views, sizes, bounds, vectors)
+        if sizes.tokens > 12:  # when the states are written
+            wanting += 1
+            raise torch.OutOfMemoryError("planted")
+        return found
+
+    monkeypatch.setattr(served.runner._forward, "logits", scarce)
+    served.add(*requests).finish()
+    assert served.said == of(recurrent.runs_alone, requests)
+    assert wanting > 0 and sum(step.preempted for step in served.stats) > 0
+    assert sum(step.accepted_tokens for step in served.stats) > 10

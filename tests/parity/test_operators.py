@@ -19,11 +19,12 @@ from app.engine.decoder.device_inputs import (
     sampling_views,
 )
 from app.engine.decoder.device_runner import DeviceForward, StepBounds, first_rows
-from app.engine.decoder.kv_cache import KvShape
+from app.engine.decoder.kv_cache import kv_shape_of
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.encoder.device_runner import DeviceEncoderRunner, TextBatchShape
 from armature_kernels.attention.attention import KvRows, QkvHeads
 from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.device_recurrence import RowRun
 from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
 from fake_device import CUDA, fake_cuda
 from loaded_models import load
@@ -33,7 +34,10 @@ from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 
 MAX_LEN = 160
-DECODERS = ("LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM")
+DECODERS = (
+    *("LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM"),
+    *("Qwen3_5ForCausalLM", "NemotronHForCausalLM"),
+)
 ENCODERS = (
     "BertModel",
     "MPNetModel",
@@ -80,14 +84,12 @@ def test_a_decoders_operators_are_there(kind: str, architecture: str, tmp_path: 
 
 def decode(model: Any, config: Any, backend: DeviceBackend) -> None:
     """A step of decodes, and one with prompts of which some was read before."""
-    cache = PagedKvCache(
-        KvShape(config.num_layers, 4, MAX_LEN, config.cache_heads, config.cache_head_dim), torch.float32, 9, CUDA
-    )
+    cache = PagedKvCache(kv_shape_of(config, 4, MAX_LEN), torch.float32, 9, CUDA)
     buffer = torch.zeros(4 + block_size(StepSizes(40, 4, 4)), dtype=torch.int64, device=CUDA)
     forward = DeviceForward(model, cache, backend, buffer)
     for sizes, bounds in (
-        (StepSizes.of_bucket(4), StepBounds(4, 1, MAX_LEN)),
-        (StepSizes(40, 3, 2), StepBounds(1, 37, 90)),
+        (StepSizes.of_bucket(4), StepBounds(4, 1, MAX_LEN, num_states=4)),
+        (StepSizes(40, 3, 2), StepBounds(1, 37, 90, num_states=1, runs=[RowRun(1, 2, 8, 3), RowRun(3, 37, 4, 5)])),
     ):
         views = block_views(buffer[4:], sizes)
         logits = forward.logits(views, sizes, bounds)

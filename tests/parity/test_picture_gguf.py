@@ -6,15 +6,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
+from app.engine.transformers.mmproj import GgufTower
 from app.errors import CheckpointInvalid
+from app.models.decoders.config import ModelConfig
 from app.service.prompt import render_chat
 from app.service.served_model import ServedDecoder
 from app.weights.checkpoint import open_checkpoint
 from gguf_files import write_mmproj, write_reader_gguf
 from picture_checkpoints import Reference, template, write_reader
-from tests.parity.test_pictures import TALKS, Served, serve
+from tests.parity.test_pictures import TALKS, WIDE, Served, file_of, serve
 
 NAME = "SmolVLMForConditionalGeneration/llama"
 
@@ -42,6 +45,16 @@ def test_the_text_is_that_of_the_checkpoint(written: tuple[Path, Reference], tmp
             assert texts[-1] == one.expected(TALKS["text"]), "the text model has other weights"
     finally:
         one.model.close()
+
+
+def test_a_tower_in_bf16_has_nearly_the_same_vectors(written: tuple[Path, Reference], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_reader_gguf(written[0], tmp_path)[0])
+    config, part = checkpoint.model_config, checkpoint.picture_part
+    assert isinstance(config, ModelConfig) and part is not None
+    towers = [GgufTower(part, checkpoint.location, config, dtype) for dtype in ("float32", "bfloat16")]
+    read = [tower.read(file_of(WIDE), "messages", True).runs[0].data for tower in towers]
+    plain, rounded = (numpy.frombuffer(data, "<f4") for data in read)
+    assert 0.999 < plain @ rounded / numpy.linalg.norm(plain) / numpy.linalg.norm(rounded) < 1.0
 
 
 def test_which_file_is_the_picture_part(

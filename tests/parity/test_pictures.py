@@ -13,11 +13,16 @@ import numpy
 import pytest
 from PIL import Image
 
+from app.backends import selection
+from app.engine.decoder.device_runner import DeviceDecoderRunner
 from app.engine.scheduler.batch import Batch
+from app.engine.transformers import tower_kernels
+from app.engine.transformers.loading import PackedLinear
 from app.engine.transformers.tower import PictureTower
 from app.errors import InvalidRequest
 from app.messages import FIRST_VECTOR_ID, RequestFailed, SamplingParams, TokensReady
 from app.models.decoders.config import ModelConfig
+from app.server import prepare as prepare_module
 from app.server.prepare import prepare
 from app.server.startup import make_served_model, read_chat_template
 from app.service.prompt import Prompt, read_prompt, render_chat
@@ -27,6 +32,7 @@ from app.settings import Settings
 from app.text.tokenizer_check import try_and_load
 from picture_checkpoints import FORMS, Reference, write_reader
 from quantized_files import write_as_gptq
+from simulated_device import SimulatedDeviceBackend, with_gpu
 
 NUM_TOKENS = 8
 AXES, BLOCKS = "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"
@@ -148,6 +154,28 @@ def test_prompts_in_small_parts_have_the_same_text(name: str, served: Callable[.
     assert one.texts(list(TALKS.values())) == [one.expected(talk) for talk in TALKS.values()]
 
 
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        (AXES, 24),
+        (BLOCKS, 512),
+        pytest.param("PaliGemmaForConditionalGeneration/gemma2", 512, marks=pytest.mark.full),
+        pytest.param("Gemma4ForConditionalGeneration/blocks", 512, marks=pytest.mark.full),
+    ],
+)
+def test_a_device_has_the_same_text(
+    name: str, most: int, served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "probe", with_gpu)
+    monkeypatch.setattr(selection, "DEVICE_BACKENDS", {"cuda": SimulatedDeviceBackend})
+    one = served(name, device="cuda", kv_cache_bytes=2**23, max_batch_tokens=most)
+    assert isinstance(one.engine.runner, DeviceDecoderRunner)
+    talks = [talk for kind, talk in TALKS.items() if kind != "text" or "PaliGemma" not in name]
+    expected = [one.expected(talk) for talk in talks]
+    assert one.texts(talks) == expected
+    assert one.texts(talks) == expected, "with what the first ones left in the prefix cache"
+
+
 @pytest.mark.parametrize("name", [FAST[0], AXES, BLOCKS])
 def test_the_second_question_computes_neither_the_picture_nor_its_tokens_again(
     name: str, served: Callable[..., Served]
@@ -183,18 +211,34 @@ def test_a_quantized_language_model_has_the_tower_of_the_plain_one(tmp_path: Pat
         one.model.close()
 
 
-def test_a_tower_in_bf16_has_nearly_the_same_vectors(tmp_path: Path) -> None:
-    write_reader(tmp_path, AXES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FAST,
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in FORMS
+            if name.partition("For")[0] in ("Qwen2_5_VL", "Gemma4", "Mistral3", "Lfm2Vl", "Glm4v", "Ovis2")
+        ),
+    ],
+)
+def test_a_tower_by_kernels_has_nearly_the_same_vectors(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tower_kernels, "_LARGE_WEIGHT", 1)
+    monkeypatch.setattr(tower_kernels, "_seconds", lambda multiply, rows: 0.0 if "multiply" in repr(multiply) else 1.0)
+    write_reader(tmp_path, name)
     config = prepare(Settings(model=tmp_path, cache_dir=tmp_path / "cache")).checkpoint.model_config
     assert isinstance(config, ModelConfig)
     found = []
-    for dtype in ("float32", "bfloat16"):
-        tower = PictureTower(tmp_path, config, dtype=dtype)
-        run = tower.read(file_of(WIDE), "messages", True).runs[0]
-        assert (len(run.data), run.num_places) == (run.num_rows * 4 * 3 * 32, 4)
-        found.append(numpy.frombuffer(run.data, "<f4"))
-    similarity = found[0] @ found[1] / numpy.linalg.norm(found[0]) / numpy.linalg.norm(found[1])
-    assert 0.999 < similarity < 1.0
+    for dtype, is_quantized in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
+        tower = PictureTower(tmp_path, config, 1.0, dtype, is_quantized)
+        assert dtype == "float32" or any(isinstance(one, PackedLinear) for one in tower._model.modules())
+        vectors = tower.read(file_of(WIDE), "messages", True)
+        found.append(numpy.concatenate([numpy.frombuffer(run.data, "<f4") for run in vectors.runs]))
+    for one, least in zip(found[1:], (0.999, 0.995), strict=True):
+        similarity = found[0] @ one / numpy.linalg.norm(found[0]) / numpy.linalg.norm(one)
+        assert least < similarity < 1.0
 
 
 def test_penalties_know_no_tokens_of_pictures(served: Callable[..., Served]) -> None:
@@ -214,3 +258,10 @@ def test_what_cannot_be_combined_is_refused(served: Callable[..., Served]) -> No
         one.prompt([("user", [SMALL, "What is <image>?"])])
     with pytest.raises(InvalidRequest, match="maximum context length"):
         one.prompt([("user", [SMALL, WIDE, TALL] * 3)])
+
+
+def test_a_prompt_whose_tokens_see_each_other_is_within_the_window(served: Callable[..., Served]) -> None:
+    one = served("PaliGemmaForConditionalGeneration/gemma2")
+    assert len(one.prompt([("user", [SMALL, "What?"])]).token_ids) < 64
+    with pytest.raises(InvalidRequest, match="tokens that see each other, and a layer's window 64"):
+        one.prompt([("user", [SMALL, "What is it? " * 6])])

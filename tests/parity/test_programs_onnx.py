@@ -76,6 +76,47 @@ def test_the_graph_is_kept_and_used_for_other_weights(
         programs._check_equal(converted(checkpoint, tmp_path), other, inputs)
 
 
+def test_without_a_folder_the_last_graph_is_used_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement at the first start converts the program, and the server needs the same graph."""
+    checkpoint = open_program(folder / "recommender.pt2")
+    monkeypatch.setattr(conversion, "_last", {})
+    converted(checkpoint)
+    monkeypatch.setattr(conversion, "_exported", None)  # is not called again
+    converted(checkpoint)
+    with pytest.raises(TypeError):
+        converted(open_program(folder / "vision.pt2"))
+
+
+class Stacked(nn.Module):
+    """Rows of two tables beside each other, as in a DLRM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(9, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.stack([table(ids[:, at]) for at, table in enumerate(self.tables)], 1)
+
+
+def test_stacked_tables_change_no_shapes(tmp_path: Path) -> None:
+    import onnx
+
+    program = torch.export.export(Stacked().eval(), (torch.zeros(3, 2, dtype=torch.long),), dynamic_shapes=(BATCH,))
+    torch.export.save(program, tmp_path / "stacked.pt2")
+    checkpoint = open_program(tmp_path / "stacked.pt2")
+    subject = converted(checkpoint, tmp_path)
+    exact = served_program(checkpoint, Program(checkpoint.graph, states_of(checkpoint), {}))
+    for rows in (1, 40):  # so few ids, and so many, are searched for negative ones in two ways
+        ids = torch.randint(0, 9, (rows, 2))
+        programs._check_equal(exact, subject, {"ids": ids})
+        ids[-1, -1] = -1
+        with pytest.raises(IndexError, match="index out of range"):
+            subject.run({"ids": ids})
+    (kept,) = (tmp_path / "programs").glob("*.onnx")
+    kinds = [node.op_type for node in onnx.load_model(kept, load_external_data=False).graph.node]
+    assert kinds.count("Gather") == 2 and "Unsqueeze" not in kinds
+
+
 @pytest.mark.parametrize("item", [-1, 50])
 def test_indices_outside_a_table_are_torchs_errors(folder: Path, item: int) -> None:
     """ONNX would count -1 from the table's end."""

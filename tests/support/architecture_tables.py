@@ -43,7 +43,7 @@ TORCH_FREE = (
 # A library and the only modules that may import it.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "fastapi": ("api.openapi",),
-    "starlette": ("api.*", "server.app", "server.process"),
+    "starlette": ("api.*", "server.process"),
     "prometheus_client": ("metrics.*",),
     "torchao": ("weights.*", "armature_kernels.*"),
     "transformers": ("engine.transformers.*",),

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.backends.base import DeviceBackend
 from app.engine.decoder.device_runner import DeviceDecoderRunner, DeviceForward, DeviceInFlightStep
 from app.engine.decoder.engine import DecoderEngine
-from app.engine.decoder.kv_cache import KvShape
+from app.engine.decoder.kv_cache import kv_shape_of
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.scheduler.batch import Batch, InFlightStep, ScheduledSpan
-from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.kv_allocator import KvSlots, StateCheckpoints
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import Speculation
@@ -30,6 +30,7 @@ from app.metrics.steps import StepStats
 from simulated_device import SimulatedDeviceBackend
 
 MAX_LEN, SLOTS, EOS = 160, 12, 1
+CHECKPOINTS, BETWEEN_STATES = 10, 16  # of recurrent states
 Said = dict[tuple[str, int], list[int]]
 
 
@@ -61,11 +62,12 @@ class DeviceServed:
     ) -> None:
         """Build the engine; `engine`: another one takes its place, of a processor."""
         config, backend = model.config, backend or SimulatedDeviceBackend(torch.float32)
-        shape = KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.cache_head_dim)
+        shape = kv_shape_of(config, SLOTS, MAX_LEN, CHECKPOINTS if config.state_sizes else 0)
         self.cache = PagedKvCache(shape, backend.dtype, pages, backend.device)
         limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)
         self.runner = WatchedRunner(model, self.cache, backend, limits, eager, 0 if speculation is None else 64)
-        self.pool = KvSlots(SLOTS, self.cache.capacity_tokens, self.cache.tokens_per_page)
+        checkpoints = StateCheckpoints(SLOTS, CHECKPOINTS, BETWEEN_STATES) if config.state_sizes else None
+        self.pool = KvSlots(SLOTS, self.cache.capacity_tokens, self.cache.tokens_per_page, checkpoints=checkpoints)
         self.scheduler = Scheduler(self.pool, PrefillBudget(max_batch_tokens), limits, {EOS}, speculation=speculation)
         self.engine = engine or DecoderEngine(self.scheduler, self.runner)
         self.said: Said = {}

@@ -134,6 +134,8 @@ def write_hybrid(folder: Path, name: str) -> Path:
         tensor.abs_()
     if architecture == "Gemma4ForCausalLM":  # its experts are beside the MLP
         tensors = {name.replace(".mlp.experts.", ".experts."): tensor for name, tensor in tensors.items()}
+        for name in tensors:  # its scores are not scaled, and random ones as large as theirs would select single tokens
+            tensors[name] *= 0.35 if name.endswith((".q_norm.weight", ".k_norm.weight")) else 1.0
     write_weights(exact, tensors)
     write_checkpoint_tokenizer(exact)
     file = folder / "tiny.gguf"

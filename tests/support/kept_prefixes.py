@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-from app.engine.scheduler.batch import Batch, KvCopy, PrefixScope, Sequence
+from app.engine.scheduler.batch import Batch, KvCopy, PrefixScope, Sequence, StateCopy
 from app.engine.scheduler.kv_allocator import KvSlot
 from tracking_runner import RememberingRunner
 
@@ -22,7 +22,7 @@ class KeptPrefixes:
         self.num_read = 0
 
     def move(
-        self, copies: Iterable[KvCopy], released: Iterable[tuple[int, int, int]], states: Iterable[tuple[int, int]]
+        self, copies: Iterable[KvCopy], released: Iterable[tuple[int, int, int]], states: Iterable[StateCopy]
     ) -> None:
         self._runner._carry(Batch((), tuple(copies), tuple(released), state_copies=tuple(states)))
 

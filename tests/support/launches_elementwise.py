@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from armature_kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
-from armature_kernels.triton import elementwise, rope
+from armature_kernels.attention.recurrent_sizes import RecurrentSizes
+from armature_kernels.triton import elementwise, recurrence, rope
 
 TOKENS = 3
 BF16 = torch.bfloat16
@@ -41,6 +42,14 @@ def launch_rows() -> None:
     table, ids = torch.zeros(10, 2048, dtype=BF16), torch.zeros(TOKENS, dtype=torch.int64)
     elementwise.embedding_rows(table, ids, torch.ones(2048))
     elementwise.add_embedding_rows(torch.zeros(TOKENS, 2048), table, ids, 1.0)
+
+
+def launch_states() -> None:
+    rows, scales = torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(TOKENS, 16)
+    for has_delta in (True, False):
+        sizes = RecurrentSizes(16, 16, 128, 128, 4, has_delta)
+        states = torch.zeros(4, sizes.state_elements)
+        recurrence.advance_by_token(torch.zeros(TOKENS, sizes.channels), (scales, scales), states, (rows, rows), sizes)
 
 
 def launch_angles() -> None:

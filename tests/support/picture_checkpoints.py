@@ -88,7 +88,7 @@ def _idefics(name: str) -> tuple[dict[str, Any], Callable[[Any], Any], str]:
     return config, processor, "<image>"
 
 
-def _llava(kind: str, text: dict[str, Any], vision: dict[str, Any], strategy: str) -> Any:
+def _llava(kind: str, text: dict[str, Any], vision: dict[str, Any], strategy: str, layers: int | list[int] = -1) -> Any:
     import transformers
 
     clip = vision is _CLIP
@@ -98,7 +98,7 @@ def _llava(kind: str, text: dict[str, Any], vision: dict[str, Any], strategy: st
         "image_token_index": IDS["<image>"],
         "image_token_id": IDS["<image>"],
         "vision_feature_select_strategy": strategy,
-        "vision_feature_layer": -1,
+        "vision_feature_layer": layers,
     }
     if kind != "Llava":
         config["image_grid_pinpoints"] = _PINPOINTS
@@ -234,10 +234,10 @@ def _gemma3() -> Any:
     import transformers
 
     config = {
-        "text_config": {**SERVED["Gemma3ForConditionalGeneration"]["text_config"], **_UNTIED},
+        "text_config": {**SERVED["Gemma3ForConditionalGeneration"]["text_config"], **_UNTIED, "sliding_window": 18},
         **_UNTIED,
         "vision_config": {**_SIGLIP, "patch_size": 7},
-        "mm_tokens_per_image": 4,
+        "mm_tokens_per_image": 16,
         "image_token_index": IDS["<image_soft_token>"],
         "boi_token_index": IDS["<start_of_image>"],
         "eoi_token_index": IDS["<end_of_image>"],
@@ -248,20 +248,16 @@ def _gemma3() -> Any:
             tokenizer, boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
         )
         pictures = transformers.Gemma3ImageProcessorPil(size=_SIZE)
-        return transformers.Gemma3Processor(pictures, tokenizer, image_seq_length=4)
+        return transformers.Gemma3Processor(pictures, tokenizer, image_seq_length=16)
 
     return config, processor, "<start_of_image>"
 
 
-def _paligemma() -> Any:
+def _paligemma(text: str, **more: Any) -> Any:
     import transformers
 
     config = {
-        "text_config": {
-            **SERVED["GemmaForCausalLM"],
-            "model_type": "gemma",
-            **_UNTIED,
-        },
+        "text_config": {**SERVED[f"{text.title()}ForCausalLM"], "model_type": text, **_UNTIED, **more},
         **_UNTIED,
         "vision_config": {**_SIGLIP, "patch_size": 7, "vision_use_head": False},
         "image_token_index": IDS["<image>"],
@@ -397,7 +393,7 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
         "LlavaNext", _text("mistral", sliding_window=None), _CLIP, "default"
     ),
     "LlavaNextForConditionalGeneration/granite": lambda: _llava(
-        "LlavaNext", _text("granite", **_MULTIPLIERS), _SIGLIP, "full"
+        "LlavaNext", _text("granite", **_MULTIPLIERS), _SIGLIP, "full", [-2, -1]
     ),
     "LlavaOnevisionForConditionalGeneration/qwen2": lambda: _llava("LlavaOnevision", _text("qwen2"), _SIGLIP, "full"),
     "InternVLForConditionalGeneration/qwen2": lambda: _internvl("qwen2"),
@@ -419,13 +415,22 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "Mistral3ForConditionalGeneration/mistral4": lambda: _mistral3("/mistral4"),
     "Glm4vForConditionalGeneration": _glm4v,
     "Glm4vMoeForConditionalGeneration": lambda: _glm4v(**TINY, **EXPERTS, n_routed_experts=6, attention_bias=True),
-    "PaliGemmaForConditionalGeneration/gemma": _paligemma,
+    "PaliGemmaForConditionalGeneration/gemma": lambda: _paligemma("gemma"),
+    "PaliGemmaForConditionalGeneration/gemma2": lambda: _paligemma("gemma2", sliding_window=64),
     "Lfm2VlForConditionalGeneration": _lfm2_vl,
 }
 # Further forms of these families.
 FORMS: Mapping[str, Callable[[], Any]] = {
     **FAMILIES,
     "LlavaForConditionalGeneration/Pixtral": _llava_of_pixtral,
+    # Blocks in layers with a window, as of 31B and 26B-A4B; a picture has up to 70 tokens.
+    "Gemma4ForConditionalGeneration/blocks": lambda: _gemma4(
+        {
+            **SERVED["Gemma4ForConditionalGeneration"]["text_config"],
+            "use_bidirectional_attention": "vision",
+            "sliding_window": 72,
+        }
+    ),
 }
 
 
@@ -460,6 +465,7 @@ def write_reader(directory: Path, name: str, seed: int = 0) -> Reference:
     kind = getattr(transformers, name.partition("/")[0])
     torch.manual_seed(seed)
     model = kind(kind.config_class(**values)).eval()
+    model.set_attn_implementation("eager")  # torch's own has no soft caps
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 2 and "emb" not in parameter_name:

@@ -7,16 +7,25 @@ The device engines are tested on it on machines without a GPU. Attention uses th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from app.hardware.facts import CudaDevice, Facts, TorchBuild
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe
 from armature_kernels.attention.attention import KvRows, QkvHeads
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
+
+GPU = CudaDevice(0, "NVIDIA H200", (9, 0), 141 * 2**30, free_bytes=20 * 2**30)
+
+
+def with_gpu(root: Path = Path("/")) -> Facts:
+    """Return the facts of this machine, with a GPU."""
+    return replace(probe(root), cuda=(GPU,), torch=TorchBuild("2.13.0", cuda="13.0"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class RememberingRunner:
             assert copy.source != copy.target and copy.start < copy.end
             for position in range(copy.start, copy.end):
                 self.memory[copy.target, position] = self.memory[copy.source, position]
-        for source, target in batch.state_copies:
+        for source, target, _ in batch.state_copies:
             self.states[target] = self.states[source]
         for slot, start, end in batch.released:
             for position in range(start, end):

@@ -61,7 +61,7 @@ def _server(port: int) -> str:
         f"  server {{\n    listen 127.0.0.1:{port};\n    location / {{\n      proxy_pass http://armature_{port};\n"
         '      proxy_http_version 1.1;\n      proxy_set_header Connection "";\n      proxy_buffering off;\n'
         f"      proxy_read_timeout {READ_SECONDS}s;\n"
-        # As in docs/nginx.conf: a server that ends closes its kept connections, perhaps under a request.
+        # As in examples/nginx/nginx.conf: a server that ends closes its kept connections, perhaps under a request.
         "      proxy_next_upstream error non_idempotent;\n      proxy_next_upstream_tries 2;\n    }\n  }\n"
     )
 

@@ -245,9 +245,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each runtime and number of rows")
     parser.add_argument("--engine", default="auto", choices=("auto", "native", "onnxruntime"))
+    parser.add_argument("--export", type=Path, help="only write the programs and their ONNX files to this folder")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     warnings.simplefilter("ignore")
+    if given.export is not None:
+        for model in given.models.split(","):
+            _exported(model, given.export)
+        return
     with tempfile.TemporaryDirectory() as name:
         for model in given.models.split(","):
             _measure(model, Path(name), given)

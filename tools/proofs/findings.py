@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+OLDER = "Older than the code that it names: run `make prove` for it again."
 
 
 class TooLong(RuntimeError):
@@ -40,6 +45,7 @@ class Findings:
     began: str = ""
     seconds: float = 0.0
     machine: str = ""
+    code: str = ""  # digest of the part's code when it ran
 
     def check(self, name: str, passed: bool, found: object, wanted: object = "") -> bool:
         self.checks.append(Check(name, bool(passed), _line(found), _line(wanted)))
@@ -62,8 +68,17 @@ class Findings:
             Table(each["title"], tuple(each["columns"]), tuple(tuple(row) for row in each["rows"]))
             for each in value["tables"]
         ]
-        plain = {name: value[name] for name in ("notes", "skipped", "began", "seconds", "machine") if name in value}
+        plain = {
+            name: value[name] for name in ("notes", "skipped", "began", "seconds", "machine", "code") if name in value
+        }
         return cls(checks=[Check(**each) for each in value["checks"]], tables=tables, **plain)
+
+
+def code_digest(paths: Sequence[str]) -> str:
+    """Return a digest of files and of all files in folders; empty if there are none."""
+    files = sorted(file for path in paths for file in (ROOT / path, *(ROOT / path).rglob("*")) if file.is_file())
+    sources = [file.read_bytes() for file in files if "__pycache__" not in file.parts]
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:12] if sources else ""
 
 
 def progress(text: str) -> None:
@@ -86,11 +101,12 @@ never speed.
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part: its title, a description of one or two sentences, and its findings; None if it has not run."""
+    """One part: its title, a description of one or two sentences, its findings (None if it has not run), its code."""
 
     title: str
     about: str
     findings: Findings | None
+    code: Sequence[str] = ()
 
 
 def page(facts: Mapping[str, str], sections: Sequence[Section]) -> str:
@@ -124,7 +140,11 @@ def _section(section: Section) -> Iterator[str]:
     if findings is None:
         yield "Not run.\n"
         return
-    yield f"{findings.began}, {findings.seconds:.0f} s{f', on {findings.machine}' if findings.machine else ''}.\n"
+    on = "".join(
+        (f", on {findings.machine}" if findings.machine else "", f", code `{findings.code}`" * bool(findings.code))
+    )
+    older = f" {OLDER}" if findings.code != code_digest(section.code) else ""
+    yield f"{findings.began}, {findings.seconds:.0f} s{on}.{older}\n"
     if findings.checks:
         yield from _rows(("check", "", "found", "wanted"), [_cells(check) for check in findings.checks])
         yield ""

@@ -74,7 +74,7 @@ _ROUTE: Mapping[str, Any] = {
     "response": Transcription,
     "statuses": (*BODY_ERRORS, 404, 504),
     "operation": "transcription",
-    "task": "task",
+    "task": SPEECH,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -87,13 +87,16 @@ class MessagePart(Body):
         return (self.text if self.type != "refusal" else self.refusal) or ""
 
 
-def refuse_unread(parts: Any, path: str) -> None:
+MessageParts = Annotated[tuple[MessagePart, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
+def refuse_unread(parts: MessageParts, path: str) -> None:
     """Refuse parts of a user's message that are no text, by their type: an answer without them would be wrong.
 
     The results of tools and the model's own messages may have them: there they are part of a history, which would be of
     no use any more.
     """
-    for index, part in enumerate(parts if isinstance(parts, tuple) else ()):
+    for index, part in enumerate(parts):
         place = f"{path}[{index}]"
         if part.is_picture:
             part.check_picture(place)
@@ -104,6 +107,3 @@ def refuse_unread(parts: Any, path: str) -> None:
                 ' {"type": "image_url", "image_url": {"url": "data:…"}}.',
                 field=place,
             )
-
-
-MessageParts = Annotated[tuple[MessagePart, ...], Field(fail_fast=True, max_length=MAX_PARTS)]

@@ -268,7 +268,7 @@ class Message(Body):
         super().check_fields(path, ignored)
         if self.is_answer:
             return
-        if self.role not in ("tool", "function"):
+        if self.role not in ("tool", "function") and isinstance(self.content, tuple):
             refuse_unread(self.content, f"{path}content")
         if self.content is None or self.content == ():
             raise InvalidRequest(f"{path}content must be a string or a list of text parts.", field=f"{path}content")

@@ -82,7 +82,7 @@ class InputItem(Body):
             if getattr(self, name) is None:
                 raise InvalidRequest(f"{path}{name}: Field required.", field=f"{path}{name}")
         super().check_fields(path, ignored)
-        if self.kind == "message" and self.role != "assistant":
+        if self.kind == "message" and self.role != "assistant" and isinstance(self.content, tuple):
             refuse_unread(self.content, f"{path}content")
 
 

@@ -10,9 +10,6 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from app.api.access import header
 from app.api.openai.schemas import OPENAI_ERRORS
 from app.api.routing import ApiCall, ApiRuntime, Dialect
 from app.api.server.schemas import LoadsResponse, RankLoad
@@ -102,21 +99,3 @@ def orca_report(runtime: ApiRuntime, form: str) -> str:
             return "JSON " + json.dumps({**report, "named_metrics": named})
         case _:
             return ""
-
-
-class LoadReportHeader:
-    """ASGI middleware that adds ORCA's header to the responses of requests that ask for it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; the report is of the moment when its response starts."""
-        form = header(scope, ASKED).decode("latin-1").lower()
-
-        async def reporting(message: Message) -> None:
-            if message["type"] == "http.response.start" and (report := orca_report(scope["app"].state.runtime, form)):
-                message["headers"] = [*message.get("headers", ()), (REPORTED, report.encode())]
-            await send(message)
-
-        await self._app(scope, receive, reporting if form else send)

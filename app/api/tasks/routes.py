@@ -54,7 +54,7 @@ async def run_task(call: ApiCall) -> Response:
 
 
 # Tasks of models with an encoder that generate text, and the field of their result.
-_GENERATED: Mapping[str, Literal["summary_text", "translation_text", "generated_text"]] = {
+GENERATED: Mapping[str, Literal["summary_text", "translation_text", "generated_text"]] = {
     "summarization": "summary_text",
     "translation": "translation_text",
     "text2text-generation": "generated_text",
@@ -62,7 +62,7 @@ _GENERATED: Mapping[str, Literal["summary_text", "translation_text", "generated_
 
 
 @HUGGING_FACE.generates(
-    tuple(f"/pipeline/{task}" for task in _GENERATED),
+    tuple(f"/pipeline/{task}" for task in GENERATED),
     "Hugging Face: a translation or a summary",
     operation="text_completion",
     prompts=("inputs",),
@@ -90,7 +90,7 @@ async def generate(call: ApiCall, body: SourceBody, name: str) -> Generation[lis
             api=call.route.api,
             request_id=call.id,
             prompt=text,
-            task=task if task in _GENERATED else None,
+            task=task if task in GENERATED else None,
             source_lang=parameters.src_lang,
             target_lang=parameters.tgt_lang,
         )
@@ -101,7 +101,7 @@ async def generate(call: ApiCall, body: SourceBody, name: str) -> Generation[lis
 
 class _SourceFormat:
     def __init__(self, task: str) -> None:
-        self._fields = (_GENERATED[task],) if task in _GENERATED else tuple(_GENERATED.values())
+        self._fields = (GENERATED[task],) if task in GENERATED else tuple(GENERATED.values())
 
     async def events(self, stream: GenerationStream) -> AsyncIterator[SourceAnswer]:
         raise AssertionError("these routes have no streams")
@@ -152,7 +152,7 @@ async def _respond(call: ApiCall, task: str | None) -> Response:
 
 
 def _generates(model: ServedModel, task: str | None) -> bool:
-    return isinstance(model, ServedDecoder) and model.source is not None and (task is None or task in _GENERATED)
+    return isinstance(model, ServedDecoder) and model.source is not None and (task is None or task in GENERATED)
 
 
 async def _own_task(call: ApiCall, model: ServedTasks) -> str:

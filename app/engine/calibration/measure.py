@@ -43,7 +43,7 @@ from app.engine.decoder.kv_cache import KvShape, kv_dtype
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.device_runner import DeviceEncoderRunner
-from app.engine.scheduler.batch import ScheduledSpan, make_sequence
+from app.engine.scheduler.batch import Batch, ScheduledSpan, make_sequence
 from app.engine.scheduler.scheduler import EngineLimits
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan
@@ -289,13 +289,15 @@ class DeviceTrialStage:
         limits = EngineLimits(
             self._kv_cache.shape.max_len, self._kv_cache.shape.num_slots, self._plan.memory.max_batch_tokens
         )
-        return DeviceDecoderRunner(
-            model,
-            self._kv_cache,
-            self._backend,
-            limits,
-            "" if self._plan.steps.compile else self._plan.decisions["compile"].reason,
-        ).run
+        eager = "" if self._plan.steps.compile else self._plan.decisions["compile"].reason
+        runner, states = DeviceDecoderRunner(model, self._kv_cache, self._backend, limits, eager), self._kv_cache.states
+
+        def run(batch: Batch) -> object:
+            for span in batch.spans if states else ():  # any state serves
+                states.begin(span.slot, span.start)
+            return runner.run(batch)
+
+        return run
 
     def fill_context(self, slot: int, num_tokens: int) -> None:
         request = Generate(f"remembered-{slot}", (0,) * num_tokens, SamplingParams(max_tokens=1), arrived_at=0.0)

@@ -13,6 +13,7 @@ from app.backends.selection import select_device_backend, select_host_backend
 from app.engine.build import BuildRequest, BuiltEngine, ReportStage, load_on_device, percent_reporter
 from app.engine.decoder.adapters import load_adapter_slots
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
+from app.engine.decoder.draft_head import HeadDrafts, HeadRunner
 from app.engine.decoder.draft_model import DraftModel
 from app.engine.decoder.engine import DecoderEngine, DecoderRunner
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype, kv_shape_of
@@ -24,13 +25,14 @@ from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import MAX_DRAFT_TOKENS, MAX_SPECULATIVE_ROWS, Speculation, ngram_drafter
 from app.errors import PlanImpossible, StepFailed
-from app.hardware.plan.memory_budget import DRAFT_SEQS, draft_kv_tokens, draft_precision
+from app.hardware.plan.memory_budget import DRAFT_SEQS, STATE_ROWS, draft_kv_tokens, draft_precision
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Generate, SamplingParams
 from app.metrics.steps import StepTimeModel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
+from app.models.decoders.draft_head import DraftHead
 from app.weights.checkpoint import Checkpoint
 from app.weights.tensor_reader import explaining_values_not_finite
 from armature_kernels.attention.attention import max_decode_queries, supports_heads, token_bytes
@@ -71,7 +73,8 @@ def build_decoder_engine(
     )
     speculation = _speculation(config, plan, request.step_time_model)
     if speculation is not None and request.draft is not None:
-        speculation.set_draft_model(_load_draft_model(request, request.draft))
+        drafts = _load_draft_head if request.draft.decoder.is_draft_head else _load_draft_model
+        speculation.set_draft_model(drafts(request, request.draft, runner))
     engine = _decoder_engine(request, runner, pool, speculation)
     engine.scheduler.prefix_store = open_prompt_cache(request, kv_cache, max_queries_together)
     engine.adapters = adapters
@@ -100,7 +103,12 @@ def build_device_decoder_engine(
     request.report("warming up")
     with explaining_values_not_finite(request.checkpoint):
         warm_up_device_decoder(runner, limits.max_batch_tokens)
-    pool = KvSlots(kv_cache.shape.num_slots, kv_cache.capacity_tokens, kv_cache.tokens_per_page)
+    pool = KvSlots(
+        kv_cache.shape.num_slots,
+        kv_cache.capacity_tokens,
+        kv_cache.tokens_per_page,
+        checkpoints=state_checkpoints(kv_cache),
+    )
     engine = _decoder_engine(request, runner, pool, speculation)
     engine.adapters = adapters
     return BuiltEngine(engine, runner, model, backend)
@@ -147,7 +155,24 @@ def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTi
     return Speculation(ngram_drafter, step_time_model, min(max_draft_tokens, MAX_DRAFT_TOKENS))
 
 
-def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> DraftModel:
+def _load_draft_head(request: BuildRequest[Checkpoint], draft: Checkpoint, runner: CpuDecoderRunner) -> HeadDrafts:
+    plan, config = request.plan, draft.decoder
+    request.report("loading the draft head")
+    precision = draft_precision(plan.weights.precision, kv_dtype(plan).itemsize)
+    own = plan.changed(precision=precision, int8_copy=False, keep_layers=())
+    head, _ = load_on_device(BuildRequest(draft, own, request.report), select_host_backend)
+    assert isinstance(head, DraftHead), "a head's checkpoint"
+    served = runner.model.model if isinstance(runner.model, DecoderReplay) else runner.model
+    head.attach(served)
+    length = plan.memory.max_model_len
+    shape = kv_shape_of(config, min(DRAFT_SEQS, plan.memory.max_running_seqs), min(length, draft_kv_tokens(length)))
+    head_runner = HeadRunner(head, KvCache(shape, kv_dtype(plan)), runner.backend)
+    drafts = HeadDrafts(head_runner, draft_kv_tokens(length))
+    runner.show_hidden = drafts.observe
+    return drafts
+
+
+def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint, runner: CpuDecoderRunner) -> DraftModel:
     plan, config = request.plan, draft.decoder
     request.report("loading the draft model")
     length = min(plan.memory.max_model_len, config.max_model_len)
@@ -157,12 +182,12 @@ def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> D
     assert isinstance(model, Decoder), "a decoder's checkpoint"
     capacity = draft_kv_tokens(length)
     slots = min(DRAFT_SEQS, plan.memory.max_running_seqs)
-    shape = kv_shape_of(config, slots, min(length, capacity))
+    shape = kv_shape_of(config, slots, min(length, capacity), slots if config.state_sizes else 0)
     replay = DecoderReplay(model, request.eager_reason)
-    runner = CpuDecoderRunner(replay, KvCache(shape, kv_dtype(plan)), backend, Sampler(config.vocab_size))
+    own_runner = CpuDecoderRunner(replay, KvCache(shape, kv_dtype(plan)), backend, Sampler(config.vocab_size))
     with explaining_values_not_finite(draft):
-        warm_up_decoder(runner)
-    return DraftModel(runner, capacity, request.checkpoint.decoder.vocab_size)
+        warm_up_decoder(own_runner)
+    return DraftModel(own_runner, capacity, request.checkpoint.decoder.vocab_size)
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:
@@ -171,12 +196,13 @@ def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:
     Recurrent states that the plan has room for beyond those of the slots are checkpoints.
     """
     slots, states = 2 * plan.memory.max_running_seqs, plan.memory.state_bytes // max(1, 4 * sum(config.state_sizes))
+    each = STATE_ROWS[plan.placement.device]
     if config.state_sizes:  # one slot more than sequences run is for the prompt that beams share
-        slots = max(plan.memory.max_running_seqs + 1, min(slots, states * 2 // 3))
-    return kv_shape_of(config, slots, plan.memory.max_model_len, max(0, states - slots))
+        slots = max(plan.memory.max_running_seqs + 1, min(slots, states * 2 // (2 * each + 1)))
+    return kv_shape_of(config, slots, plan.memory.max_model_len, max(0, states - each * slots))
 
 
-def state_checkpoints(kv_cache: KvCache) -> StateCheckpoints | None:
+def state_checkpoints(kv_cache: KvCache | PagedKvCache) -> StateCheckpoints | None:
     """Return the checkpoints of recurrent states, None without such states.
 
     Their interval is a power of two: at most as many tokens are computed again if a prefix ends between two of them. Beyond
@@ -185,7 +211,7 @@ def state_checkpoints(kv_cache: KvCache) -> StateCheckpoints | None:
     if not kv_cache.states:
         return None
     shape = kv_cache.shape
-    state_bytes, token_bytes = kv_cache.state_bytes, max(1, kv_cache.bytes_per_token)
+    state_bytes, token_bytes = 4 * sum(shape.state_sizes), max(1, kv_cache.bytes_per_token)
     worth = max(1, state_bytes // (4 * token_bytes))
     interval = min(_MAX_CHECKPOINT_TOKENS, max(_MIN_CHECKPOINT_TOKENS, 2 ** (worth - 1).bit_length()))
     return StateCheckpoints(shape.num_slots, shape.num_checkpoints, interval, state_bytes)

@@ -54,6 +54,7 @@ MAX_RECORDED_TOKENS = 1024
 MAX_RECORDINGS = 128  # the least recently used recording is dropped
 _MAX_COUNTED_SHAPES = 4096  # number of shapes that are counted
 HIDDEN_ROWS = TopLogitsRequest(0)  # in place of top logits in the shape of a step that returns hidden states
+ShowHidden = Callable[[tuple[ScheduledSpan, ...], Tensor], None]
 RecordedShape = tuple[int, int, TopLogitsRequest | None]  # tokens, rows of logits, required top logits
 
 
@@ -86,6 +87,7 @@ class CpuDecoderRunner(RunsAtOnce):
         self._attention = StepAttention(kv_cache, backend, max_queries_together)
         self._whole_logits = max_queries_together is not None
         self._masks = TokenMasks(sampler.vocab_size)
+        self.show_hidden: ShowHidden | None = None  # set if a draft head reads hidden states
         self.model_seconds = 0.0  # seconds in the model's forward pass, for the last batch
         self.prompt_scores: list[tuple[TokenScore, ...]] = []  # of each of `Batch.scored`, for the last batch
 
@@ -107,9 +109,10 @@ class CpuDecoderRunner(RunsAtOnce):
             masks = self._masks.for_step(batch.spans, len(rows))
             self._masks = masks or self._masks
             wanted = None if self._whole_logits else top_logits_request(rows, masks)
-            context = self._context(batch.spans, wanted, all_rows=bool(batch.scored))
+            needs_hidden = bool(batch.scored) or self.show_hidden is not None
+            context = self._context(batch.spans, wanted, needs_hidden)
             started = time.perf_counter()
-            outputs = self._scored_outputs(batch, context, rows) if batch.scored else self.model(context)
+            outputs = self._outputs_after_hidden(batch, context, rows) if needs_hidden else self.model(context)
             self.backend.synchronize()
             self.model_seconds = time.perf_counter() - started
             if not rows:
@@ -123,10 +126,13 @@ class CpuDecoderRunner(RunsAtOnce):
                 self._attention.accept(batch, samples)
             return samples
 
-    def _scored_outputs(self, batch: Batch, context: StepContext, rows: list[LogitRow]) -> Tensor | TopLogits:
+    def _outputs_after_hidden(self, batch: Batch, context: StepContext, rows: list[LogitRow]) -> Tensor | TopLogits:
         hidden = self.model.hidden(context)
-        scores = score_prompts(batch, hidden, self._all_logits)
-        self.prompt_scores = [one.on_host() for one in scores]
+        if self.show_hidden is not None:
+            self.show_hidden(batch.spans, hidden)
+        if batch.scored:
+            scores = score_prompts(batch, hidden, self._all_logits)
+            self.prompt_scores = [one.on_host() for one in scores]
         if not rows:
             return hidden[:0]
         sampled: list[int] = []
@@ -134,7 +140,7 @@ class CpuDecoderRunner(RunsAtOnce):
         for span in batch.spans:
             end += span.num_tokens
             sampled += range(end - span.num_samples, end)
-        return self.model.logits(hidden[sampled], context.top_logits)
+        return self.model.logits(hidden if len(sampled) == end else hidden[sampled], context.top_logits)
 
     def _all_logits(self, hidden: Tensor) -> Tensor:
         logits = self.model.logits(hidden)
@@ -211,8 +217,7 @@ class StepAttention:
         for span in spans:
             rows.append(AttentionSequence(first, span.num_tokens, span.start, self._kv_cache.kv_segments(span)))
             first += span.num_tokens
-        has_blocks = any(part.block for span in spans for part in span.sequence.vectors)
-        self._blocks = block_rows(spans, [row.runs for row in rows]) if has_blocks else []
+        self._blocks = block_rows(spans, self._kv_cache.kv_segments)
         if self._kv_cache.states:
             pairs = zip(rows, spans, strict=True)
             self._states.fill([run for row, span in pairs for run in _state_runs(row.first, span)])

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from app.engine.decoder.picture_rows import text_positions
 from app.engine.sampling.rows import COLUMNS, filters_of, stream_start, uniform_numbers
 from app.engine.scheduler.batch import LogitRow, ScheduledSpan, Sequence
 from app.messages import FIRST_VECTOR_ID
@@ -74,7 +75,8 @@ class StepViews(Generic[View]):
     - [tokens] int64: `token_ids`, `sources` (index of each token's id in the device buffer), `positions`,
       `kv_rows` (rows of the KV cache to write).
     - `logit_rows` [samples] int64: tokens whose logits are sampled. `adapters` [tokens] int32: slots of LoRA adapters.
-    - int32: `slots` and `lengths` [sequences], `starts` [sequences + 1].
+    - int32: `slots` and `lengths` [sequences], `starts` [sequences + 1]. `state_reads`, `state_writes` [sequences] int64: rows
+      of the recurrent states of the first sequences.
     """
 
     token_ids: View
@@ -86,6 +88,8 @@ class StepViews(Generic[View]):
     slots: View
     lengths: View
     starts: View
+    state_reads: View
+    state_writes: View
 
 
 def _fields(sizes: StepSizes) -> Fields:
@@ -101,6 +105,8 @@ def _fields(sizes: StepSizes) -> Fields:
         "slots": (sequences, torch.int32),
         "lengths": (sequences, torch.int32),
         "starts": (sequences + 1, torch.int32),
+        "state_reads": (sequences, torch.int64),
+        "state_writes": (sequences, torch.int64),
     }
 
 
@@ -171,10 +177,14 @@ def table_update_size(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayout:
-    """Layout of the device memory: index of a step's token ids in the device buffer, and slot of padding rows."""
+    """Layout of the device memory: index of a step's token ids in the device buffer, and slot of padding rows.
+
+    `states`: the rows of recurrent states that padding reads and writes.
+    """
 
     block_start: int
     padding_slot: int
+    states: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +214,15 @@ class Piece:
     """Tokens of one sequence at the positions from `start` on, for which attention is computed together.
 
     The draft tokens of a decode are a piece each, like decodes of different lengths: each sees the ones before it, whose
-    keys and values are written before any attention of the layer.
+    keys and values are written before any attention of the layer. `shift` is added to the positions that rotary
+    embeddings have (`text_positions`).
     """
 
     token_ids: list[int]
     start: int
     slot: int
     adapter: int = NO_ADAPTER
+    shift: int = 0
 
 
 def adapter_slot(sequence: Sequence) -> int:
@@ -226,11 +238,11 @@ def pieces_of(spans: Items[ScheduledSpan]) -> list[Piece]:
         assert len(token_ids) == span.num_tokens, (
             "the host must know all tokens of the spans; use DecodeInputs for a step launched ahead"
         )
-        adapter = adapter_slot(span.sequence)
+        of_span = (span.slot, adapter_slot(span.sequence), text_positions(span).start - span.start)
         if span.draft_ids and span.is_decode:
-            pieces += [Piece([one], span.start + place, span.slot, adapter) for place, one in enumerate(token_ids)]
+            pieces += [Piece([one], span.start + place, *of_span) for place, one in enumerate(token_ids)]
         else:
-            pieces.append(Piece(token_ids, span.start, span.slot, adapter))
+            pieces.append(Piece(token_ids, span.start, *of_span))
     return pieces
 
 
@@ -258,7 +270,7 @@ def fill_step(
     assert num_tokens == tokens or len(views.slots) > gap + len(pieces), "padding needs a sequence"
     # the token ids are the first part of the block
     views.sources[:] = numpy.arange(layout.block_start, layout.block_start + tokens)
-    positions = [at for piece in pieces for at in range(piece.start, piece.start + len(piece.token_ids))]
+    positions = [piece.start + piece.shift + at for piece in pieces for at in range(len(piece.token_ids))]
     _write_around(views.token_ids, token_ids, single, gap, 0)
     _write_around(views.positions, positions, single, gap, 0)
     views.kv_rows[:] = numpy.arange(tokens) % PAGE_TOKENS
@@ -270,6 +282,12 @@ def fill_step(
     ends = accumulate((len(piece.token_ids) for piece in pieces[single:]), initial=single + gap)
     starts = [*range(single + gap), *ends]
     write_column(views.starts, starts, tokens)
+
+
+def fill_states(views: StepViews[ColumnArray], reads: Items[int], writes: Items[int], layout: DeviceLayout) -> None:
+    """Write the rows of the recurrent states of the first sequences."""
+    write_column(views.state_reads, list(reads), layout.states[0])
+    write_column(views.state_writes, list(writes), layout.states[1])
 
 
 def fill_logit_rows(views: StepViews[ColumnArray], spans: Items[ScheduledSpan], gap: int = 0) -> None:
@@ -316,8 +334,8 @@ def write_column(view: ColumnArray, values: list[int] | list[float] | ColumnArra
 class DecodeInputs:
     """The inputs of a step that decodes one token of each sequence.
 
-    `positions` are computed into the rows `kv_rows` of the KV cache. `rows` gives, for each sequence, the row of the
-    previous step that samples its token.
+    `positions` are computed into the rows `kv_rows` of the KV cache; `shifts` are those of `Piece`. `rows` gives, for
+    each sequence, the row of the previous step that samples its token.
     """
 
     sequences: list[Sequence]
@@ -325,6 +343,7 @@ class DecodeInputs:
     rows: ColumnArray
     slots: ColumnArray
     positions: ColumnArray
+    shifts: ColumnArray
     kv_rows: ColumnArray
     adapters: ColumnArray
     draws: SamplingColumns | None
@@ -342,6 +361,7 @@ class DecodeInputs:
             numpy.array([rows[id(sequence)] for sequence in sequences]),
             numpy.array([span.slot for span in spans], numpy.int32),
             numpy.array([span.start for span in spans]),
+            numpy.array([text_positions(span).start - span.start for span in spans]),
             numpy.array(kv_rows_of(spans)),
             numpy.array([adapter_slot(sequence) for sequence in sequences], numpy.int32),
             SamplingColumns.of(sequences) if mode in (SamplingMode.RANDOM, SamplingMode.FILTERED) else None,
@@ -359,7 +379,7 @@ class DecodeInputs:
         rows = len(views.slots)
         views.token_ids[:] = 0
         write_column(views.sources, self.rows, layout.block_start)
-        write_column(views.positions, self.positions, 0)
+        write_column(views.positions, self.positions + self.shifts, 0)
         views.kv_rows[:] = numpy.arange(rows) % PAGE_TOKENS
         views.kv_rows[: len(self.kv_rows)] = self.kv_rows
         write_column(views.adapters, self.adapters, NO_ADAPTER)

@@ -33,6 +33,7 @@ from app.engine.decoder.device_inputs import (
     block_views,
     fill_logit_rows,
     fill_sampling,
+    fill_states,
     fill_step,
     num_single,
     pieces_of,
@@ -44,8 +45,9 @@ from app.engine.decoder.device_inputs import (
     table_update_views,
     token_rows,
 )
+from app.engine.decoder.device_states import StateStepRows
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.decoder.picture_rows import vectors_of
+from app.engine.decoder.picture_rows import NO_PICTURES, StepPictures, pictures_of
 from app.engine.sampling.device_rules import DeviceRules, LogprobReport, Rule, needs_host, rule_of
 from app.engine.sampling.rows import SamplingTensors, sample_greedy, sample_random
 from app.engine.sampling.sampler import Sampler, SpanScores, TokenMasks, score_prompts
@@ -55,8 +57,11 @@ from app.hardware.plan.memory_budget import GRAPHS_BYTES
 from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import QkvHeads
-from armature_kernels.attention.context import AttentionSpec, StepContext, TokenVectors
+from armature_kernels.attention.context import AttentionSpec, StepContext
+from armature_kernels.attention.device_recurrence import RowRun, StateRows
+from armature_kernels.attention.flash import BlockRow, attend_in_blocks
 from armature_kernels.attention.paged import PagedStep
+from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs
 from armature_kernels.elementwise.rope import apply_rope_and_write_kv
 from armature_kernels.linear.device_lora import DeviceLoraRows
 
@@ -65,12 +70,14 @@ MAX_TABLE_UPDATES = 4096  # page table entries that are sent with a step's input
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """Bounds of a step that the host must know to launch kernels. `PagedStep` describes the fields."""
+    """Bounds of a step that the host must know to launch kernels. `PagedStep` and `StateRows` describe the fields."""
 
     num_decodes: int
     max_queries: int
     max_context: int
     fresh: bool = False
+    num_states: int = 0
+    runs: abc.Sequence[RowRun] = ()
 
     @classmethod
     def of(cls, pieces: abc.Sequence[Piece]) -> StepBounds:
@@ -81,23 +88,34 @@ class StepBounds:
 
     @classmethod
     def of_shape(cls, shape: GraphShape) -> StepBounds:
-        return cls(shape.decodes, max(1, shape.prompts), shape.context, shape.fresh)
+        return cls(shape.decodes, max(1, shape.prompts), shape.context, shape.fresh, shape.decodes)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """The attention of one step over paged KV memory. It implements `Attend`."""
+    """The attention of one step over paged KV memory. It implements `AttendWithStates`."""
 
     kv_cache: PagedKvCache
     backend: DeviceBackend
     step: PagedStep
     kv_rows: Tensor
+    states: StateRows
+    blocks: abc.Sequence[BlockRow] = ()
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
         kv = self.kv_cache.layers[layer].heads_of(heads)
         query = apply_rope_and_write_kv(heads, kv, self.kv_rows)
-        return self.backend.attention(query, kv, self.step, spec).flatten(1)
+        mixed = self.backend.attention(query, kv, self.step, spec)
+        if spec.sees_blocks and self.blocks:
+            attend_in_blocks(query, kv, self.blocks, spec, mixed)
+        return mixed.flatten(1)
+
+    def recur(self, layer: int, inputs: RecurrentInputs, recurrence: Recurrence) -> Tensor:
+        return self.kv_cache.states.recur(layer, inputs, recurrence, self.states)
+
+    def convolve(self, layer: int, x: Tensor, filters: Tensor) -> Tensor:
+        return self.kv_cache.states.convolve(layer, x, filters, self.states)
 
 
 class DeviceForward:
@@ -114,15 +132,15 @@ class DeviceForward:
         self.adapters: DeviceLoraRows | None = None  # set if the server has LoRA adapters
 
     def logits(
-        self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, vectors: TokenVectors | None = None
+        self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds, pictures: StepPictures = NO_PICTURES
     ) -> Tensor:
         which = None if sizes.samples == sizes.tokens else views.logit_rows
-        logits = self.model(self._context(views, bounds, which, vectors))
+        logits = self.model(self._context(views, bounds, which, pictures))
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
-    def hidden(self, views: StepViews[Tensor], bounds: StepBounds, vectors: TokenVectors | None = None) -> Tensor:
-        return self.model.hidden(self._context(views, bounds, None, vectors))
+    def hidden(self, views: StepViews[Tensor], bounds: StepBounds, pictures: StepPictures = NO_PICTURES) -> Tensor:
+        return self.model.hidden(self._context(views, bounds, None, pictures))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         logits = self.model.logits(hidden)
@@ -130,7 +148,7 @@ class DeviceForward:
         return logits
 
     def _context(
-        self, views: StepViews[Tensor], bounds: StepBounds, logit_rows: Tensor | None, vectors: TokenVectors | None
+        self, views: StepViews[Tensor], bounds: StepBounds, logit_rows: Tensor | None, pictures: StepPictures
     ) -> StepContext:
         step = PagedStep(
             self.kv_cache.tables,
@@ -145,7 +163,9 @@ class DeviceForward:
         if self.adapters is not None:
             self.adapters.set(views.adapters, logit_rows)
         token_ids = self.token_ids(views)
-        attend = PagedAttention(self.kv_cache, self.backend, step, views.kv_rows)
+        states = StateRows(views.state_reads[: bounds.num_states], views.state_writes[: bounds.num_states], bounds.runs)
+        attend = PagedAttention(self.kv_cache, self.backend, step, views.kv_rows, states, pictures.blocks)
+        vectors = None if pictures.vectors is None else pictures.vectors.to(token_ids.device)
         return StepContext(token_ids, views.positions, logit_rows, attend, vectors=vectors)
 
     def token_ids(self, views: StepViews[Tensor], rows: Tensor | None = None) -> Tensor:
@@ -191,6 +211,7 @@ class DeviceInFlightStep:
     host_rows: HostRows | None
     started: float
     scores: list[SpanScores]
+    runs: abc.Sequence[RowRun]
     host_ids: list[int] | None = None
 
     def wait_ids(self) -> list[int]:
@@ -265,7 +286,8 @@ class _StepTask:
     inputs: DecodeInputs | None
     pieces: list[Piece]
     kv_rows: list[int]
-    vectors: TokenVectors | None = None  # on the host
+    states: StateStepRows
+    pictures: StepPictures = NO_PICTURES
 
     @property
     def gap(self) -> int:
@@ -282,8 +304,10 @@ class _StepTask:
     def bounds(self) -> StepBounds:
         """The bounds of an eager step."""
         if self.inputs is None:
-            return StepBounds.of(self.pieces)
-        return StepBounds(self.sizes.tokens, 1, max(span.end for span in self.batch.spans))
+            bounds = StepBounds.of(self.pieces)
+        else:
+            bounds = StepBounds(self.sizes.tokens, 1, max(span.end for span in self.batch.spans))
+        return replace(bounds, num_states=len(self.states.reads), runs=self.states.runs)
 
 
 class DeviceDecoderRunner:
@@ -303,7 +327,8 @@ class DeviceDecoderRunner:
         self.model = model
         self.kv_cache = kv_cache
         self.backend = backend
-        captures_prompts = backend.captures_prompts(config.has_sinks or bool(config.alibi_slopes))
+        needs_torch = config.has_sinks or bool(config.alibi_slopes)
+        captures_prompts = not kv_cache.states and backend.captures_prompts(needs_torch)
         self.shapes = GraphShapes.of(
             max(limits.max_running_seqs, max_rows), limits.max_batch_tokens, kv_cache.shape.max_len, captures_prompts
         )
@@ -322,7 +347,11 @@ class DeviceDecoderRunner:
         self._sampling = sampling_views(self._block, max_rows) if backend.can_sample else None
         vocab_size = config.vocab_size
         self._buffers = [HostBuffer(backend, block_length, max_rows, vocab_size) for _ in range(2)]
-        self._layout = DeviceLayout(max_rows + first, kv_cache.shape.num_slots)
+        self._layout = DeviceLayout(
+            max_rows + first,
+            kv_cache.shape.num_slots,
+            (kv_cache.states.zero_row, kv_cache.states.padding_row),
+        )
         self._forward = DeviceForward(model, kv_cache, backend, buffer)
         self._sampler = Sampler(vocab_size)
         self._rules = DeviceRules(vocab_size, backend.device)
@@ -350,6 +379,7 @@ class DeviceDecoderRunner:
         before, self._last_launched, self._copies_done = self._last_launched, None, False
         with torch.inference_mode():
             self.kv_cache.apply_copies(batch.copies, batch.released)
+            self.kv_cache.states.copy(batch.state_copies)
             self._copies_done = True
             task = self._task(batch) if before is None or not batch.ahead else self._task_ahead(batch, before)
             self._table_updates.update(zip(*self.kv_cache.take_updates(), strict=True))
@@ -379,6 +409,9 @@ class DeviceDecoderRunner:
             in_flight.report.add_to(samples)
         if in_flight.host_rows is not None:
             self._sample_on_host(in_flight.host_rows, samples)
+        if any(run.write < 0 for run in in_flight.runs):
+            with torch.inference_mode():
+                self.kv_cache.states.accept(in_flight.batch, in_flight.runs, samples)
         return samples
 
     def run(self, batch: Batch) -> list[SampledTokens]:
@@ -406,6 +439,7 @@ class DeviceDecoderRunner:
             views = buffer.block_views(sizes, keep=True)
             fill_step(views, (), (), self._layout, shape.decodes)
             fill_logit_rows(views, ())
+            fill_states(views, (), (), self._layout)
             self._send(buffer, block_size(sizes), SamplingMode.GREEDY)
             self.graphs.capture(shape)
             if not self.graphs.captured:
@@ -432,13 +466,14 @@ class DeviceDecoderRunner:
 
     def _task(self, batch: Batch) -> _StepTask:
         rows, pieces = logit_rows_of(batch.spans), pieces_of(batch.spans)
-        bounds, shape, vectors = StepBounds.of(pieces), None, vectors_of(batch.spans)
-        if self.graphs.enabled and not batch.scored and vectors is None:
+        bounds, shape, states = StepBounds.of(pieces), None, self.kv_cache.states.rows_of(batch.spans)
+        kv_rows = self.kv_cache.written_rows(batch.spans)
+        pictures = pictures_of(batch.spans, self.kv_cache.kv_segments)
+        if self.graphs.enabled and not batch.scored and pictures is NO_PICTURES and not states.runs:
             prompts = [len(piece.token_ids) for piece in pieces[bounds.num_decodes :]]
             shape = self._possible(self.shapes.find(bounds.num_decodes, bounds.max_context, prompts, bounds.fresh))
         sizes = StepSizes.of(pieces, len(rows)) if shape is None else shape.sizes
-        kv_rows = self.kv_cache.written_rows(batch.spans)
-        return _StepTask(batch, rows, sampling_mode(rows), shape, sizes, None, pieces, kv_rows, vectors)
+        return _StepTask(batch, rows, sampling_mode(rows), shape, sizes, None, pieces, kv_rows, states, pictures)
 
     def _task_ahead(self, batch: Batch, before: DeviceInFlightStep) -> _StepTask:
         """Return the task of a step that is launched ahead: its tokens are those that the step before it samples."""
@@ -452,7 +487,7 @@ class DeviceDecoderRunner:
         if self.graphs.enabled:
             shape = self._possible(self.shapes.find(len(spans), max(span.end for span in spans)))
         sizes = StepSizes.of_bucket(len(spans)) if shape is None else shape.sizes
-        return _StepTask(batch, rows, inputs.mode, shape, sizes, inputs, [], [])
+        return _StepTask(batch, rows, inputs.mode, shape, sizes, inputs, [], [], self.kv_cache.states.rows_of(spans))
 
     def _possible(self, shape: GraphShape | None) -> GraphShape | None:
         return shape if shape is not None and self.graphs.is_possible(shape) else None
@@ -471,14 +506,18 @@ class DeviceDecoderRunner:
             fill_logit_rows(views, spans, task.gap)
             if mode is not SamplingMode.GREEDY:
                 fill_sampling(buffer.sampling, task.rows)
+        fill_states(views, task.states.reads, task.states.writes, self._layout)
         self._send(buffer, block_size(sizes), mode)
         logits, scores = self._compute(task)
+        self.kv_cache.states.save(task.states.saves)
         report, host_rows = self._sample(task, logits, buffer, mode)
         ids = buffer.ids[: len(task.rows)]
         if len(ids):
             ids.copy_(self._ids[: len(ids)], non_blocking=True)
         mark = self.backend.record_event()
-        return DeviceInFlightStep(task.batch, task.inputs, mark, ids, report, host_rows, started, scores)
+        return DeviceInFlightStep(
+            task.batch, task.inputs, mark, ids, report, host_rows, started, scores, task.states.runs
+        )
 
     def _send(self, buffer: HostBuffer, count: int, mode: SamplingMode) -> None:
         """Copy the input block, of `count` words behind the sampling parameters, and the updates of page tables."""
@@ -512,16 +551,13 @@ class DeviceDecoderRunner:
             self.graphs.replay(task.shape)
             assert self._logits is not None, "a captured step writes its logits"
             return self._logits[: len(task.rows)], []
-        views, scores, vectors = self._views(task.sizes), list[SpanScores](), task.vectors
-        if vectors is not None:
-            device = self._block.device
-            vectors = replace(vectors, rows=vectors.rows.to(device), values=vectors.values.to(device))
+        views, scores = self._views(task.sizes), list[SpanScores]()
         if task.batch.scored:
-            hidden = self._forward.hidden(views, task.bounds, vectors)
+            hidden = self._forward.hidden(views, task.bounds, task.pictures)
             scores = score_prompts(task.batch, hidden, self._forward.logits_of)
             logits = self._forward.logits_of(hidden.index_select(0, views.logit_rows))
         else:
-            logits = self._forward.logits(views, task.sizes, task.bounds, vectors)
+            logits = self._forward.logits(views, task.sizes, task.bounds, task.pictures)
         return logits[: len(task.rows)], scores
 
     def _views(self, sizes: StepSizes) -> StepViews[Tensor]:

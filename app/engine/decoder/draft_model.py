@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Protocol
 
-from app.engine.decoder.cpu_runner import CpuDecoderRunner
-from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence, make_sequence
+from app.engine.decoder.kv_cache import KvCache
+from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.batch import Batch, SampledTokens, ScheduledSpan, Sequence, make_sequence
 from app.messages import Generate, SamplingParams
 
 CATCH_UP_TOKENS = 64  # of a sequence that are computed beside a step in order to draft later
@@ -25,17 +27,33 @@ ChooseToken = Callable[[Sequence, int, int], int]  # sequence, position, the dra
 
 
 @dataclass(slots=True, eq=False)
-class _DraftedSequence:
-    """The draft model's copy of a sequence. `own.num_computed` of its tokens have keys and values in `slot`."""
+class DraftedSequence:
+    """The draft model's copy of a sequence. `own.num_computed` of its tokens have keys and values in `slot`.
+
+    A recurrent state is kept as it is after `kept` tokens, the last that were known.
+    """
 
     own: Sequence
     slot: int
+    kept: int = 0
+
+
+class DraftRunner(Protocol):
+    """What a draft model needs of its runner."""
+
+    kv_cache: KvCache
+    sampler: Sampler
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def run(self, batch: Batch) -> list[SampledTokens]: ...
 
 
 class DraftModel:
     """Drafts for several sequences at once. It is used on the worker thread only."""
 
-    def __init__(self, runner: CpuDecoderRunner, capacity_tokens: int, vocab_size: int | None = None) -> None:
+    def __init__(self, runner: DraftRunner, capacity_tokens: int, vocab_size: int | None = None) -> None:
         """Draft with a runner of its own, within `capacity_tokens` of KV memory.
 
         `vocab_size`: rows of the served model's embedding; None: as many as the draft model has.
@@ -46,7 +64,7 @@ class DraftModel:
         self._own_vocab_size = runner.sampler.vocab_size
         self._vocab_size = vocab_size or self._own_vocab_size
         self._free = list(range(runner.kv_cache.shape.num_slots))
-        self._drafted: dict[Sequence, _DraftedSequence] = {}
+        self._drafted: dict[Sequence, DraftedSequence] = {}
         self._step_seconds: dict[int, float] = {}  # by number of sequences
 
     def is_ready(self, sequence: Sequence) -> bool:
@@ -65,7 +83,7 @@ class DraftModel:
             own = make_sequence(
                 Generate("draft", tuple(self._known_ids(sequence)), SamplingParams(temperature=0.0), arrived_at=0.0)
             )
-            known = self._drafted[sequence] = _DraftedSequence(own, self._free.pop())
+            known = self._drafted[sequence] = DraftedSequence(own, self._free.pop())
         self._follow(known, sequence)
         missing = known.own.num_uncomputed - 1
         if missing <= _MAX_AHEAD:
@@ -83,13 +101,15 @@ class DraftModel:
         began = time.perf_counter()
         known = [self._drafted[sequence] for sequence in sequences]
         lengths = [len(one.own.token_ids) for one in known]
-        for _ in range(num_tokens):
+        for place in range(num_tokens):
             started = time.perf_counter()
             spans = tuple(
                 ScheduledSpan(one.own, one.own.num_computed, one.own.num_uncomputed, one.slot, None, 0, samples=True)
                 for one in known
             )
             samples = self._runner.run(Batch(spans))
+            if place == 0 and self._runner.kv_cache.states:
+                self._keep_states(known, lengths)
             for sequence, one, sample in zip(sequences, known, samples, strict=True):
                 position, token = len(one.own.token_ids), max(sample.token_ids[0], 0)  # any token, if none is finite
                 one.own.num_computed = position
@@ -122,16 +142,27 @@ class DraftModel:
             self._free.append(known.slot)
             self._runner.kv_cache.release(known.slot, 0, self._runner.kv_cache.shape.max_len)
 
-    def _follow(self, known: _DraftedSequence, sequence: Sequence) -> None:
+    def _follow(self, known: DraftedSequence, sequence: Sequence) -> None:
         """Take over a sequence's tokens; those that differ from what was drafted are computed again."""
         own, tokens = known.own, self._known_ids(sequence)
         same, most = own.num_prompt_tokens, min(own.num_computed, len(tokens) - 1)
         same = min(same, most)
         while same < most and own.token_ids[same] == tokens[same]:
             same += 1
+        if same < own.num_computed and self._runner.kv_cache.states:  # the state is of tokens that were rejected
+            self._runner.kv_cache.copy_states([(self._row(known), known.slot, known.kept)])
+            same = known.kept
         own.num_computed = same
         own.token_ids = tokens
         own.num_prompt_tokens = len(tokens)
+
+    def _keep_states(self, known: list[DraftedSequence], lengths: list[int]) -> None:
+        for one, length in zip(known, lengths, strict=True):
+            one.kept = length
+        self._runner.kv_cache.copy_states([(one.slot, self._row(one), one.kept) for one in known])
+
+    def _row(self, known: DraftedSequence) -> int:
+        return self._runner.kv_cache.shape.num_slots + known.slot
 
     def _known_ids(self, sequence: Sequence) -> list[int]:
         if self._vocab_size <= self._own_vocab_size and not sequence.vectors:

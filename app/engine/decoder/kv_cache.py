@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.engine.scheduler.batch import KvCopy, ScheduledSpan
+from app.engine.scheduler.batch import KvCopy, ScheduledSpan, StateCopy
 from app.errors import PlanImpossible
 from app.hardware.kernel_advice import advise
 from app.hardware.plan.memory_budget import KV_PRECISIONS
@@ -140,9 +140,9 @@ class KvCache:
         length = copy.end - copy.start
         self._rows.narrow(1, target, length).copy_(self._rows.narrow(1, source, length))
 
-    def copy_states(self, copies: Iterable[tuple[int, int]]) -> None:
+    def copy_states(self, copies: Iterable[StateCopy]) -> None:
         """Do a batch's copies of recurrent states, one after the other."""
-        for source, target in copies:
+        for source, target, _ in copies:
             self._states[target].copy_(self._states[source])
 
     @property

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from app.engine.decoder.device_states import DeviceStates
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.scheduler.batch import KvCopy, ScheduledSpan, Sequence
 from armature_kernels.attention.attention import KvRows, KvSegment, token_bytes
@@ -197,6 +198,7 @@ class PagedKvCache:
         # The table has one more row than there are slots. A padding sequence has slot `num_slots`, whose entries
         # are all page 0.
         self.tables = torch.zeros((shape.num_slots + 1, self._pages.max_pages), dtype=torch.int32, device=device)
+        self.states = DeviceStates(shape, device)
         self._requested_moves: list[RowMoves] = []  # row moves that were requested and are not yet expanded to layers
         # moves that are not yet done: memory of a layer, rows to read, rows to write
         self._moves: list[tuple[Tensor, Tensor, Tensor]] = []

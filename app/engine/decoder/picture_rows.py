@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -14,6 +15,25 @@ from app.messages import PromptVectors
 from armature_kernels.attention.attention import KvSegment
 from armature_kernels.attention.context import TokenVectors
 from armature_kernels.attention.flash import BlockRow
+
+
+@dataclass(frozen=True, slots=True)
+class StepPictures:
+    """The pictures of a step: vectors on the host, and the tokens that see each other."""
+
+    vectors: TokenVectors | None = None
+    blocks: tuple[BlockRow, ...] = ()
+
+
+NO_PICTURES = StepPictures()
+
+
+def pictures_of(
+    spans: Sequence[ScheduledSpan], segments_of: Callable[[ScheduledSpan], tuple[KvSegment, ...]]
+) -> StepPictures:
+    """Return the pictures of a step. `segments_of` gives the context of a span, which has its rows in the KV cache."""
+    found = StepPictures(vectors_of(spans), tuple(block_rows(spans, segments_of)))
+    return NO_PICTURES if found.vectors is None and not found.blocks else found
 
 
 def vectors_of(spans: Sequence[ScheduledSpan]) -> TokenVectors | None:
@@ -60,15 +80,17 @@ def _shift(vectors: Sequence[PromptVectors], position: int) -> int:
     return sum(part.shift for part in vectors if part.end <= position)
 
 
-def block_rows(spans: Sequence[ScheduledSpan], segments: Sequence[tuple[KvSegment, ...]]) -> list[BlockRow]:
-    """Return the parts of the spans in blocks whose tokens see each other. `segments` are the contexts of the spans."""
+def block_rows(
+    spans: Sequence[ScheduledSpan], segments_of: Callable[[ScheduledSpan], tuple[KvSegment, ...]]
+) -> list[BlockRow]:
+    """Return the parts of the spans in blocks whose tokens see each other."""
     found: list[BlockRow] = []
-    for (span, first), runs in zip(_with_first_rows(spans), segments, strict=True):
+    for span, first in _with_first_rows(spans):
         for block in dict.fromkeys(part.block for part in span.sequence.vectors if part.block is not None):
             start, end = max(block[0], span.start), min(block[1], span.end)
             if start < end:
                 assert end == block[1], "a step computes a block to its end"
-                found.append(BlockRow(first + start - span.start, end - start, start, block, runs))
+                found.append(BlockRow(first + start - span.start, end - start, start, block, segments_of(span)))
     return found
 
 

@@ -33,7 +33,7 @@ import torch
 
 from app.engine.build import BuildRequest
 from app.engine.decoder.kv_cache import KvCache
-from app.engine.scheduler.batch import KvCopy, Sequence
+from app.engine.scheduler.batch import KvCopy, Sequence, StateCopy
 from app.engine.scheduler.kv_allocator import KvSlot
 from app.errors import SettingsInvalid
 from app.metrics.steps import StepTimeModel
@@ -302,9 +302,7 @@ class PromptCache:
         self._names: dict[Sequence, PrefixNames] = {}  # the one that was read last at the end
         self._saved: dict[int, int] = {}  # slot to the time of its last use, as far as its blocks are kept
 
-    def move(
-        self, copies: Items[KvCopy], released: Items[tuple[int, int, int]], states: Items[tuple[int, int]]
-    ) -> None:
+    def move(self, copies: Items[KvCopy], released: Items[tuple[int, int, int]], states: Items[StateCopy]) -> None:
         self._kv_cache.copy_states(states)
         self._kv_cache.move(copies, released)
 

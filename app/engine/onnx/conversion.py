@@ -27,7 +27,7 @@ from app.weights.program import CONVERTERS, ProgramCheckpoint, library_version
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1  # raise it when older graphs would be wrong
+_FORMAT = 2  # raise it when older graphs would be wrong
 _FOLDER = "programs"
 _MAX_BYTES = 64 * 2**20  # of a kept graph, which has no weights
 _EMBEDDED_BYTES = 2**20  # of constants that the exporter made
@@ -58,6 +58,8 @@ _VALUE_ERRORS = (
 _DIVISIONS = frozenset(("div", "floor_divide", "remainder", "fmod"))
 _INTEGERS = frozenset(("uint8", "int8", "int16", "int32", "int64"))
 
+_last: dict[str, bytes] = {}  # without a folder: the last graph, made for the measurement and used for serving
+
 
 class NotConvertible(Exception):
     """Raised with the reason, a clause, if a program is not converted."""
@@ -81,11 +83,15 @@ def convert(
         raise NotConvertible("its weights are BF16")
     indices = index_inputs(checkpoint, states)
     exact = Program(checkpoint.graph, states, {})
-    kept = None if folder is None else folder / _FOLDER / f"{_key(checkpoint)}.onnx"
-    model = None if kept is None else _read(kept)
+    key = _key(checkpoint)
+    kept = None if folder is None else folder / _FOLDER / f"{key}.onnx"
+    model = _last.get(key) if kept is None else _read(kept)
     if model is None:
         model = _exported(checkpoint, exact, states, example)
-        if kept is not None:
+        _last.clear()
+        if kept is None:
+            _last[key] = model
+        else:
             _keep(kept, model)
     asked = set(checkpoint.output_indices)
     outputs = [_output_name(index) if index in asked else "" for index in range(len(checkpoint.graph.outputs))]
@@ -222,7 +228,7 @@ class _Traced(nn.Module):
         self._program, self._names, self._outputs = program, tuple(names), tuple(outputs)
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
-        results = self._program.run(dict(zip(self._names, given, strict=True)))
+        results = self._program.trace(dict(zip(self._names, given, strict=True)))
         return tuple(results[index] for index in self._outputs)
 
 
@@ -283,6 +289,7 @@ def _with_states(exported: Any, states: Sequence[Tensor]) -> bytes:
     """Return the graph's bytes, in which states are not inputs but weights, in a file that does not exist."""
     import onnx_ir as ir
 
+    _join_lookups(exported.model)
     graph = exported.model.graph
     for name, tensor in graph.initializers.items():
         if tensor.const_value is None or tensor.const_value.nbytes > _EMBEDDED_BYTES:
@@ -298,3 +305,24 @@ def _with_states(exported: Any, states: Sequence[Tensor]) -> bytes:
             graph.register_initializer(value)
     content: bytes = ir.to_proto(exported.model).SerializeToString()
     return content
+
+
+def _join_lookups(model: Any) -> None:
+    """Read tables that are stacked by ids of the shape [rows, 1]: of small programs each call of an operator counts."""
+    from onnxscript.rewriter import pattern
+
+    def found(op: Any, table: Any, ids: Any, column: Any, axes: Any) -> Any:
+        return op.Unsqueeze(op.Gather(table, op.Gather(ids, column, axis=1), axis=0), axes)
+
+    def joined(op: Any, table: Any, ids: Any, column: Any, axes: Any) -> Any:
+        at = int(column.const_value.numpy())
+        ends = [op.Constant(value_ints=[end]) for end in (at, at + 1, 1)]
+        return op.Gather(table, op.Slice(ids, *ends), axis=0)
+
+    def is_column(_: Any, table: Any, ids: Any, column: Any, axes: Any) -> bool:
+        if any(value.const_value is None for value in (column, axes)) or ids.shape is None or table.shape is None:
+            return False
+        at, axis = column.const_value.numpy(), axes.const_value.numpy()
+        return bool(at.ndim == 0 and at >= 0 and axis.tolist() == [1] and len(ids.shape) == len(table.shape) == 2)
+
+    pattern.RewriteRuleSet([pattern.RewriteRule(found, joined, is_column)]).apply_to_model(model)

@@ -350,6 +350,9 @@ class KvCopy:
     end: int
 
 
+StateCopy = tuple[int, int, int]  # of a recurrent state: source row, target row, position after which it is the state
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The work of one step, which `schedule()` returns and the runner computes: decodes first, then prefill chunks.
@@ -367,7 +370,7 @@ class Batch:
     preempted: int = 0  # number of sequences that lost their KV memory for this step
     ahead: bool = False
     scored: tuple[ScoredSpan, ...] = ()
-    state_copies: tuple[tuple[int, int], ...] = ()  # (source row, target row)
+    state_copies: tuple[StateCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

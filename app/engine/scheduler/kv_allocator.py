@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from app.engine.scheduler.batch import KvCopy, PrefixScope, ScheduledSpan, Sequence
+from app.engine.scheduler.batch import KvCopy, PrefixScope, ScheduledSpan, Sequence, StateCopy
 from app.engine.scheduler.prefix_index import FIRST_TOKENS, PrefixIndex
 from app.metrics.steps import StateUsage
 
@@ -105,7 +105,7 @@ class StateCheckpoints:
         self.hits = self.recomputed_tokens = 0  # since the start, as in `StateUsage`
         self._free = list(range(first_row, first_row + num_rows))
         self._used: OrderedDict[int, tuple[KvSlot, int]] = OrderedDict()  # by row; the most recently used one is last
-        self._copies: list[tuple[int, int]] = []
+        self._copies: list[StateCopy] = []
 
     @property
     def num_used(self) -> int:
@@ -126,7 +126,7 @@ class StateCheckpoints:
 
     def save(self, slot: KvSlot) -> None:
         """Copy the state of a running slot before the next step."""
-        self._copies.append((slot.index, self.reserve(slot, slot.state_tokens)))
+        self._copies.append((slot.index, self.reserve(slot, slot.state_tokens), slot.state_tokens))
 
     def reserve(self, slot: KvSlot, position: int) -> int:
         """Return the row of a checkpoint, to which the caller has the state after this position copied."""
@@ -145,7 +145,7 @@ class StateCheckpoints:
         """Copy the state of a row, or of another slot, into a slot before the next step."""
         if row in self._used:
             self._used.move_to_end(row)
-        self._copies.append((row, slot.index))
+        self._copies.append((row, slot.index, slot.state_tokens))
 
     def drop(self, slot: KvSlot, end: int) -> None:
         """Drop a slot's checkpoints after position `end`."""
@@ -154,7 +154,7 @@ class StateCheckpoints:
             del self._used[row]
             self._free.append(row)
 
-    def take_copies(self) -> tuple[tuple[int, int], ...]:
+    def take_copies(self) -> tuple[StateCopy, ...]:
         copies, self._copies = tuple(self._copies), []
         return copies
 
@@ -240,8 +240,8 @@ class KvSlots:
         self._tick(slot)
         self._shrink(slot, max(min(keep if self.shares else 0, slot.num_tokens), self._pinned(slot)))
 
-    def take_state_copies(self) -> tuple[tuple[int, int], ...]:
-        """Return the copies of recurrent states that the next step begins with, as (source row, target row)."""
+    def take_state_copies(self) -> tuple[StateCopy, ...]:
+        """Return the copies of recurrent states that the next step begins with."""
         return () if self.checkpoints is None else self.checkpoints.take_copies()
 
     def take_released(self) -> tuple[tuple[int, int, int], ...]:
@@ -573,9 +573,7 @@ class KvAllocator:
 class PrefixStore(Protocol):
     """Keys and values of prefixes that were computed earlier, also by other processes. It is used between steps."""
 
-    def move(
-        self, copies: Items[KvCopy], released: Items[tuple[int, int, int]], states: Items[tuple[int, int]]
-    ) -> None:
+    def move(self, copies: Items[KvCopy], released: Items[tuple[int, int, int]], states: Items[StateCopy]) -> None:
         """Do these copies and releases of `Batch` now, before anything is read into the slots or saved."""
 
     def read(self, sequence: Sequence, max_seconds: float) -> tuple[int, bool]:

@@ -339,6 +339,9 @@ class Scheduler:
         lasting = [span for span in spans if span.start + 2 < span.sequence.max_length]
         if self.queues.waiting and (len(lasting) < len(spans) or self._would_admit()):
             return None
+        checkpoints = self.pool.checkpoints  # only a step that is scheduled saves states
+        if checkpoints is not None and any(checkpoints.positions(span.sequence, span.start + 2) for span in lasting):
+            return None
         if not lasting or not all(self.pool.reserve(span.slot, span.start + 2) for span in lasting):
             return None
         return Batch(tuple([span.next_position() for span in lasting]), (), self.pool.take_released(), ahead=True)

@@ -30,7 +30,7 @@ from app.weights.files import join_names
 from app.weights.form_choice import DTYPES, FormChoice, form_choice
 from app.weights.forms import is_value
 from armature_kernels.linear.int_panels import IntPanelLinear
-from armature_kernels.linear.linear import Linear
+from armature_kernels.linear.linear import FormFactory, Linear
 from armature_kernels.linear.torchao_config import is_torchao
 
 _LARGE_TABLE = 2**22  # values of an embedding that stays as it is stored
@@ -188,6 +188,13 @@ def convert_others(model: PreTrainedModel, dtype: torch.dtype, *, keeps_tables: 
         else:
             for value in values:
                 value.data = value.data.to(dtype)
+
+
+def packed_layer(name: str, layer: nn.Linear, form: FormFactory) -> PackedLinear:
+    weight = layer.weight.detach()
+    packed = PackedLinear(name, weight, layer.bias, weight.dtype)
+    packed.form = form.pack(weight, None if layer.bias is None else layer.bias.detach())
+    return packed
 
 
 def _join(model: PreTrainedModel, layers: Mapping[str, Any], choice: FormChoice, dtype: torch.dtype) -> set[str]:

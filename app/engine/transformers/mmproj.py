@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from tokenizers import Tokenizer
 
@@ -21,9 +20,16 @@ _TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
 class GgufTower(PictureTower):
     """A tower whose parts are in a GGUF file. `model` has the tokens, `config` the width of its vectors."""
 
-    def __init__(self, part: PicturePart, model: Path, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        part: PicturePart,
+        model: Path,
+        config: ModelConfig,
+        dtype: str = "float32",
+        is_quantized: bool = False,
+    ) -> None:
         self._part, self._width = part, config.hidden_size
-        super().__init__(model, config)
+        super().__init__(model, config, 1.0, dtype, is_quantized)
 
     def _parts(self, location: Path, name: str) -> tuple[Any, Any, int]:
         part = self._part
@@ -50,8 +56,8 @@ class GgufTower(PictureTower):
         model = transformers.Idefics3ForConditionalGeneration.from_pretrained(
             None,
             config=config,
-            state_dict={name: mapped.tensor(entry).float() for name, entry in part.tensors.items()},
-            dtype=torch.float32,
+            state_dict={name: mapped.tensor(entry).to(self._dtype) for name, entry in part.tensors.items()},
+            dtype=self._dtype,
         )
         size = part.vision["image_size"]
         pictures = transformers.Idefics3ImageProcessorPil(

@@ -22,6 +22,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from app.engine.picture_files import read_picture
 from app.engine.transformers.build import import_library
 from app.engine.transformers.picture_processors import PROCESSORS
+from app.engine.transformers.tower_kernels import use_kernels
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.messages import PromptVectors
 from app.models.decoders.config import ModelConfig
@@ -29,7 +30,7 @@ from app.models.decoders.families import DECODER_FAMILIES
 from app.weights.files import read_optional
 
 _LOG = logging.getLogger(__name__)
-_NOT_A_VECTOR = 12345.0  # in place of the embeddings of tokens of the text
+_NOT_A_VECTOR = 12288.0  # in place of the embeddings of tokens of the text; BF16 has it
 _CUT_BY_NUMBER = ("LlavaOnevisionForConditionalGeneration",)
 _NOT_LOADED = frozenset({"video_processor", "feature_extractor"})  # parts of processors, of videos and sounds
 _NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
@@ -58,17 +59,27 @@ class _TextInputs:
 class PictureTower:
     """One thread may call it. `scale` is multiplied with the vectors, as the decoder does with its embeddings.
 
-    `cuts_by_number`, `joins_prompt`: as in `app.service.pictures.Tower`.
+    `cuts_by_number`, `joined_tokens`: as in `app.service.pictures.Tower`.
     """
 
-    def __init__(self, directory: Path, config: ModelConfig, scale: float = 1.0, dtype: str = "float32") -> None:
-        """Load the tower. Raises `UnsupportedParameter` if the library cannot."""
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        scale: float = 1.0,
+        dtype: str = "float32",
+        is_quantized: bool = False,
+    ) -> None:
+        """Load the tower. Raises `UnsupportedParameter` if the library cannot.
+
+        `is_quantized`: the weights of its large products may have eight bits, as those of the language model.
+        """
         import_library()
         name = config.architecture.partition("/")[0]
         self._scale, self._joins, self._dtype = scale, config.blocks != "none", getattr(torch, dtype)
         self._window = min((window for window in config.windows if window is not None), default=config.max_model_len)
         self.cuts_by_number = name in _CUT_BY_NUMBER
-        self.joins_prompt = DECODER_FAMILIES[config.architecture].joins_prompt
+        self.joined_tokens = self._window if DECODER_FAMILIES[config.architecture].joins_prompt else 0
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
@@ -81,9 +92,11 @@ class PictureTower:
             ) from error
         self._model: Any = model.model
         self._text_model = self._model.get_decoder()
-        self._model.set_input_embeddings(_NoEmbedding(self._hidden_size))
+        if self._dtype == torch.bfloat16:
+            use_kernels(self._model, is_quantized)
+        self._model.set_input_embeddings(_NoEmbedding(self._hidden_size, self._dtype))
         self.token, self.token_id = str(self._processor.image_token), int(self._processor.image_token_id)
-        known = () if self.joins_prompt else self._processor.tokenizer.added_tokens_decoder
+        known = () if self.joined_tokens else self._processor.tokenizer.added_tokens_decoder
         self._known_tokens = {self.token_id, *known}
         _LOG.info("pictures are read by %s", type(self._model).__name__)
 
@@ -117,7 +130,7 @@ class PictureTower:
         first, end = places[0], places[-1] + 1
         runs = self._runs(found, first, end)
         decode = self._processor.tokenizer.decode
-        around = ("", "") if self.joins_prompt else (decode(ids[:first]), decode(ids[end:]))
+        around = ("", "") if self.joined_tokens else (decode(ids[:first]), decode(ids[end:]))
         made = PictureVectors(ids[first:end], runs, around)
         longest = max(run.num_rows for run in made.runs)
         if self._joins and longest > self._window:
@@ -171,12 +184,12 @@ class PictureTower:
 class _NoEmbedding(nn.Module):
     """Stands for the embedding of the text, which the native decoder has."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, size), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(1, size, dtype=dtype), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return torch.full((*ids.shape, self.weight.shape[1]), _NOT_A_VECTOR)
+        return torch.full((*ids.shape, self.weight.shape[1]), _NOT_A_VECTOR, dtype=self.weight.dtype)
 
 
 def _processor_class(directory: Path) -> Any:

@@ -15,6 +15,7 @@ from app.hardware.plan.memory_budget import (
     KV_PAGE_TOKENS,
     MIN_BATCH_TOKENS,
     MIN_CONTEXT_TOKENS,
+    STATE_ROWS,
     MemoryBudget,
     MemoryDemand,
     activation_bytes_per_token,
@@ -274,20 +275,18 @@ def _recurrent_states(
 ) -> tuple[Decision[int], Decision[int], MemoryBudget]:
     """Return the sequences that run, the bytes of their recurrent states, and what these leave for keys and values.
 
-    Raises `PlanImpossible` if they do not fit, or if the device is no processor. States take at most half of the memory,
-    unless the number of sequences was asked for: a third those of running sequences, and the rest those of finished ones
-    and checkpoints, from which prefixes go on; of small states there are more checkpoints, in `_CHECKPOINTS_DIVISOR` of the
-    memory. One more is held than run, for the prompt that beams share.
+    Raises `PlanImpossible` if they do not fit. States take at most half of the memory, unless the number of sequences was
+    asked for: those of running sequences, of as many finished ones, and checkpoints, from which prefixes go on; of small
+    states there are more checkpoints, in `_CHECKPOINTS_DIVISOR` of the memory. One more is held than run, for the prompt that
+    beams share.
     """
     each = demand.state_bytes
     if not each:
         return running, _NO_STATE, left
-    if demand.device is not None:
-        raise PlanImpossible("Layers with a recurrent state are computed on processors only (device=cpu).")
-    asked = settings.max_running_seqs != "auto"
+    asked, rows = settings.max_running_seqs != "auto", STATE_ROWS[demand.kind]
     half = left.size // 2 // each
-    fits = left.size // each - 1 if asked else half // 2
-    if left.size < 2 * each or (asked and fits < running.value):
+    fits = left.size // each // rows - 1 if asked else half // 2 // rows
+    if left.size < 2 * rows * each or (asked and fits < running.value):
         raise PlanImpossible(
             f"The recurrent state of one sequence takes {format_bytes(each)}, but only {format_bytes(left.size)} are available for"
             f" those of {format_count(running.value, 'sequence')} and their keys and values: {left.explanation}."
@@ -295,8 +294,8 @@ def _recurrent_states(
     if fits < running.value:
         reason = f"Half of the memory holds the recurrent states, {format_bytes(each)} for each: {left.explanation}."
         running = Decision(max(1, fits), reason)
-    useful = max(3 * running.value, left.size // _CHECKPOINTS_DIVISOR // each)
-    size = max(running.value + 1, min(useful, half)) * each
+    useful = max((2 * rows + 1) * running.value, left.size // _CHECKPOINTS_DIVISOR // each)
+    size = max(rows * (running.value + 1), min(useful, half)) * each
     held = f"{format_bytes(size)} for recurrent states"
     states = Decision(
         size,

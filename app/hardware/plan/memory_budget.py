@@ -57,6 +57,8 @@ USEFUL_SEQS, USEFUL_TOKENS = 8, 1024
 # Sequences that a draft model drafts for at the same time; its KV cache holds this number of sequences of
 # `USEFUL_TOKENS` tokens each. With more sequences, steps are too full for draft tokens to pay.
 DRAFT_SEQS = USEFUL_SEQS
+# Rows of recurrent states for each slot: a device's step reads one of them and writes the other (engine/decoder/device_states.py).
+STATE_ROWS: Mapping[str, int] = {"cpu": 1, "cuda": 2, "mps": 2}
 # Estimates that were not verified on a device yet (docs/hardware.md). The context is the driver's, with the kernels of
 # torch, cuBLAS and this package, and cuBLAS' workspaces (32 MiB a stream on Hopper). The graphs are what captured
 # steps keep in addition to the shared activations.
@@ -109,13 +111,16 @@ class MemoryDemand:
 
     def draft_bytes(self, reserved: bool = False) -> int:
         """Return the bytes of a draft model, 0 without one; `reserved`: all address space of its KV counts."""
-        if self.needs is None or self.needs.draft is None:
+        if (
+            self.needs is None or self.needs.draft is None or self.device is not None
+        ):  # a device has no drafts of a model
             return 0
         draft, precision = self.needs.draft, draft_precision(self.precision, KV_PRECISIONS[self.kv_precision][1])
         length = min(draft.max_model_len, self.needs.max_model_len)
         tokens = DRAFT_SEQS * min(length, draft_kv_tokens(length)) if reserved else draft_kv_tokens(length)
         weights = draft.bytes_by_precision.get(precision, draft.weight_bytes)
-        return weights + tokens * kv_bytes_per_token(draft, self.kv_precision)
+        states = 2 * DRAFT_SEQS * draft.state_bytes  # one after the known tokens, and one after the drafted ones
+        return weights + states + tokens * kv_bytes_per_token(draft, self.kv_precision)
 
     @property
     def weights_name(self) -> str:

@@ -228,7 +228,7 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
         return Decision(False, f"{BY_TRANSFORMERS.capitalize()}, which verifies no drafts here.")
     if served.needs is not None and not served.needs.generates:
         return Decision(False, "Only for models that generate.")
-    if settings.draft_model is not None:
+    if settings.draft_model is not None or _has_head(served):
         return Decision(
             True,
             "Tokens after a repeated phrase (n-gram speculation) or of the draft model are verified in one step: for each sequence those "
@@ -240,8 +240,19 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
     )
 
 
+def _has_head(served: StepOptionInputs) -> bool:
+    return served.needs is not None and served.needs.draft is not None and served.device == "cpu"
+
+
 def _draft_model(settings: Settings, served: StepOptionInputs) -> Decision[str | None]:
     """Decide which model drafts beside n-gram lookup. Raises `PlanImpossible` where nothing is drafted."""
+    if settings.speculation == "mtp" and served.device != "cpu":
+        raise PlanImpossible(
+            f"speculation is mtp, but heads draft on processors only, and the device is {served.device}: use auto, or serve on the "
+            "processor (device=cpu)."
+        )
+    if settings.draft_model is None and _has_head(served):
+        return Decision("mtp", "The checkpoint has a head that drafts, with the precision of the model's weights.")
     if settings.draft_model is None:
         return Decision(None, "Not asked for: only n-gram lookup drafts.")
     if settings.speculation == "off":
@@ -252,11 +263,6 @@ def _draft_model(settings: Settings, served: StepOptionInputs) -> Decision[str |
             "the processor (device=cpu)."
         )
     draft = None if served.needs is None else served.needs.draft
-    if draft is not None and draft.state_bytes:
-        raise PlanImpossible(
-            "draft_model is set, but its layers have a recurrent state, which cannot go back to an earlier position after a wrong "
-            "draft: leave it out, or give a draft model without such layers."
-        )
     size = "" if draft is None else f" with {draft.num_parameters:,} parameters"
     return Decision(
         str(settings.draft_model),

@@ -76,6 +76,7 @@ class ModelConfig:
     model whose layers have one branch; the inner size of the others is in `inner_sizes`. `weight_factors`: the factors by
     which rows of stored weights are multiplied, by the end of our name. `state_placement`: the placement of layers with a
     state; None: that of all others. `blocks`: the layers in which the tokens of a picture see each other.
+    `is_draft_head`: a `DraftHead`, which has the embedding and output layer of the model that it drafts for.
     """
 
     architecture: str
@@ -132,6 +133,7 @@ class ModelConfig:
     weight_factors: tuple[tuple[str, RowFactors], ...] = ()
     state_placement: Placement | None = None
     blocks: Literal["none", "sliding", "all"] = "none"
+    is_draft_head: bool = False
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -212,6 +214,14 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
+
+    def draft_head(self) -> ModelConfig:
+        """Return the config of this model's draft head: one layer, like the first that attends."""
+        attends = 0 if self.recurrent is None else self.recurrent.layers.index(False)
+        experts = self.experts and replace(self.experts, layers=(self.experts.layers[attends],))
+        windows, ropes = (self.windows[attends],), (self.ropes[attends],)
+        one = replace(self, num_layers=1, windows=windows, ropes=ropes, recurrent=None, experts=experts)
+        return replace(one, tie_embeddings=True, is_draft_head=True)
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:

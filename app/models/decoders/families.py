@@ -66,7 +66,7 @@ _TEXTS_OF_READERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "LlavaOnevisionForConditionalGeneration": ("llava_onevision", "LLaVA-OneVision", ("qwen2",)),
     "InternVLForConditionalGeneration": ("internvl", "InternVL 2.5 and later", ("qwen2", "qwen3", "llama")),
     "Ovis2ForConditionalGeneration": ("ovis2", "Ovis 2", ("qwen2",)),
-    "PaliGemmaForConditionalGeneration": ("paligemma", "PaliGemma 1", ("gemma",)),
+    "PaliGemmaForConditionalGeneration": ("paligemma", "PaliGemma 1 and 2", ("gemma", "gemma2")),
 }
 DEFAULT_TEXTS: Mapping[str, str] = {name: texts[0] for name, (_, _, texts) in _TEXTS_OF_READERS.items()}
 _TEXT_NAMES = {
@@ -76,6 +76,7 @@ _TEXT_NAMES = {
     "qwen3": "Qwen3",
     "granite": "Granite",
     "gemma": "Gemma",
+    "gemma2": "Gemma2",
 }
 # What the first files of LLaVA leave out of the section of their text model.
 _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
@@ -95,6 +96,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
         "max_position_embeddings": 131072,
     },
     "gemma": {"max_position_embeddings": 8192},
+    "gemma2": {"max_position_embeddings": 8192},
 }
 
 
@@ -135,7 +137,8 @@ def _readers_of_pictures(families: Mapping[str, DecoderFamily]) -> dict[str, Dec
             own = _text_half(families[f"{_TEXT_NAMES[text]}ForCausalLM"], model_type, title, reads_pictures=True)
             rows[f"{name}/{text}"] = replace(own, defaults=_LEFT_OUT.get(text, {}))
             if model_type == "paligemma":
-                rows[f"{name}/{text}"] = replace(rows[f"{name}/{text}"], read=values.paligemma, joins_prompt=True)
+                read = values.paligemma if text == "gemma" else values.paligemma2
+                rows[f"{name}/{text}"] = replace(rows[f"{name}/{text}"], read=read, joins_prompt=True)
     return rows
 
 

@@ -302,6 +302,7 @@ _QWEN3_NEXT = DecoderFamily(
     read=qwen3_next,
     ignored=("mtp.",),
     is_hybrid=True,
+    has_draft_head=True,
 )
 _QWEN3_5 = replace(_QWEN3_NEXT, model_type="qwen3_5_text", title="Qwen 3.5", aliases={}, read=delta_rule)
 _QWEN3_5_MOE = replace(_QWEN3_NEXT, model_type="qwen3_5_moe_text", title="Qwen 3.5 with experts", read=qwen3_5_moe)

@@ -46,6 +46,7 @@ class DecoderFamily:
     - `is_hybrid`: `read` knows the words of layer_types.
     - `embeds`: plain models of this family are served for their vectors.
     - `joins_prompt`: the tokens of a prompt with pictures see each other.
+    - `has_draft_head`: files may hold a head that predicts the token after the next one.
     - `reads_pictures`: transformers has the part in front of the decoder that reads pictures.
     """
 
@@ -86,6 +87,7 @@ class DecoderFamily:
     embeds: bool = False
     joins_prompt: bool = False
     reads_pictures: bool = False
+    has_draft_head: bool = False
 
 
 def layer_names(stored: str, parts: Mapping[str, str]) -> dict[str, str]:

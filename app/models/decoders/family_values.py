@@ -126,6 +126,11 @@ def paligemma(config: ConfigReader, fields: Fields) -> Fields:
     return {**gemma(config, fields), "blocks": "all"}
 
 
+def paligemma2(config: ConfigReader, fields: Fields) -> Fields:
+    config.values.get("use_bidirectional_attention")
+    return {**gemma2(config, fields), "blocks": "all"}
+
+
 def gemma3(config: ConfigReader, fields: Fields) -> Fields:
     """Read the scale of attention, and caps, which Gemma 3 replaced by norms of queries and keys."""
     return {

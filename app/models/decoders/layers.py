@@ -399,7 +399,7 @@ class RecurrentMixer(nn.Module):
             gates, end = product[:, :values], values + channels
             return RecurrentInputs(product[:, values:end], product[:, end : end + heads]), gates
         rows = unquantized(x)
-        scales, product = self.first.multiply_wide(rows), self.inputs(_read_by(self.inputs, rows))
+        scales, product = self.first.multiply_wide(rows), self.inputs(read_by(self.inputs, rows))
         inputs = RecurrentInputs(product[:, :channels], scales[:, heads : 2 * heads], scales[:, :heads])
         return inputs, product[:, channels : channels + values]
 
@@ -595,8 +595,8 @@ class DecoderLayer(nn.Module):
         recurred = None
         if self.beside is not None:
             plain = unquantized(x)
-            recurred = self.beside(_read_by(self.beside.first, plain), angles, attend)
-            x = _read_by(self.attention.first, plain)
+            recurred = self.beside(read_by(self.beside.first, plain), angles, attend)
+            x = read_by(self.attention.first, plain)
         mixed = self.attention(x, angles, attend)
         if rows is not None:
             states, mixed = gather(states, rows), gather(mixed, rows)
@@ -632,7 +632,7 @@ class DecoderLayer(nn.Module):
         return result
 
 
-def _read_by(product: Linear, rows: Tensor) -> Activations:
+def read_by(product: Linear, rows: Tensor) -> Activations:
     group = product.activation_group(len(rows))
     return rows if group is None else quantize(rows, group)
 

@@ -23,11 +23,7 @@ _STATE_SCALES = tuple(f".linear_attn.in_proj_{part}" for part in ("ba", "b", "a"
 def tensors_of(config: ModelConfig) -> dict[str, Shape]:
     """Return name to shape of every tensor that serving needs; weights are [out, in] as in torch."""
     size = config.hidden_size
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, size)}
-    if config.num_positions and not config.sinusoids:
-        shapes["model.embed_positions.weight"] = (config.first_position + config.num_positions, size)
-    if config.embedding_norm:
-        shapes.update(_norm("model.embed_norm", config.norm, size))
+    shapes = dict(_before_layers(config))
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}"
         shapes.update((f"{at}.{name}", shape) for name, shape in _layer(config, layer))
@@ -43,6 +39,20 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
     if config.logits_bias:
         shapes["lm_head.bias"] = (config.vocab_size,)
     return shapes
+
+
+def _before_layers(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    size = config.hidden_size
+    if config.is_draft_head:
+        yield "model.fc.weight", (size, 2 * size)
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "served_norm"):
+            yield from _norm(f"model.{name}", config.norm, size)
+        return
+    yield "model.embed_tokens.weight", (config.vocab_size, size)
+    if config.num_positions and not config.sinusoids:
+        yield "model.embed_positions.weight", (config.first_position + config.num_positions, size)
+    if config.embedding_norm:
+        yield from _norm("model.embed_norm", config.norm, size)
 
 
 def tables_of(config: ModelConfig) -> list[str]:
@@ -67,6 +77,8 @@ def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
 
 def dense_products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
     """Yield the shapes of `products_of` that every token passes, without `narrow_products`."""
+    if config.is_draft_head:
+        yield (config.hidden_size, 2 * config.hidden_size), False
     for layer in range(config.num_layers):
         for product in mixer_products(config, layer):
             if not is_router(product.sources[0]):

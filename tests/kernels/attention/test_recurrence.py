@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from armature_kernels.attention.convolution import convolve_torch
+from armature_kernels.attention.device_recurrence import RowRun, StateRows, convolve_on_device, recur_on_device
 from armature_kernels.attention.recurrence import (
     Recurrence,
     RecurrentInputs,
@@ -260,3 +262,56 @@ def test_gated_norms_equal_the_reference(level: str, dtype: torch.dtype, name: s
     rounded = (whole * scales[..., None]).flatten(1)[:, :size]
     assert float((rounded - expected).abs().max()) <= float(scales.max()) * 0.51
     assert math.isfinite(float(scales.sum()))
+
+
+# On a device: two sequences of one token, a new prompt longer than two chunks, the rest of another one, and draft tokens. Slot s reads
+# row 2 s, where the reference has its state, and writes the next one; row 10 is zero.
+DEVICE_TOKENS = 2 + 150 + 9 + 4
+READS, WRITES = torch.tensor([0, 2]), torch.tensor([1, 3])
+DEVICE_ROWS = StateRows(READS, WRITES, [RowRun(2, 150, 10, 5), RowRun(152, 9, 6, 7), RowRun(161, 4, 8, -1)])
+DEVICE_RUNS = [
+    StateRun(0, 1, 9, 0),
+    StateRun(1, 1, 30, 2),
+    StateRun(2, 150, 0, 4),
+    StateRun(152, 9, 5, 6),
+    StateRun(161, 4, 7, 8, drafts=True),
+]
+
+
+def device_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def written(states: torch.Tensor) -> torch.Tensor:
+    return states[[1, 3, 5, 7]]
+
+
+@pytest.mark.parametrize("sizes", [ODD_DELTA, ODD_SCAN])
+def test_chunks_and_single_tokens_give_what_tokens_give(sizes: RecurrentSizes) -> None:
+    layer, inputs = layer_of(sizes), inputs_of(sizes, DEVICE_TOKENS, torch.float32)
+    plain = torch.zeros(12, sizes.state_elements)
+    recur_torch(inputs, layer, plain, [StateRun(5 * slot, 5, 0, 2 * slot) for slot in range(5)])
+    states, kept, known = plain.clone(), *(torch.zeros(DEVICE_TOKENS, sizes.input_elements) for _ in range(2))
+    before = states[8].clone()
+    device_close(
+        recur_on_device(inputs, layer, states, DEVICE_ROWS, kept), recur_torch(inputs, layer, plain, DEVICE_RUNS, known)
+    )
+    device_close(written(states), plain[[0, 2, 4, 6]])
+    assert torch.equal(kept, known) and torch.equal(states[8], before)
+    recur_torch(kept_inputs(known, sizes), layer, plain, [StateRun(161, 3, 7, 8)])
+    accepted = StateRows(READS[:0], WRITES[:0], [RowRun(161, 3, 8, 9)])
+    recur_on_device(kept_inputs(kept, sizes), layer, states, accepted)
+    device_close(states[9], plain[8])
+
+
+def test_a_short_convolution_goes_on_from_its_rows() -> None:
+    made = torch.Generator().manual_seed(0)
+    x, filters = torch.randn(DEVICE_TOKENS, 3 * 24, generator=made), torch.randn(3, 24, generator=made)
+    plain = torch.randn(12, 2 * 24, generator=made)
+    plain[10] = 0.0
+    states, kept, known = plain.clone(), *(torch.zeros(DEVICE_TOKENS, 24) for _ in range(2))
+    device_close(
+        convolve_on_device(x, filters, states, DEVICE_ROWS, kept), convolve_torch(x, filters, plain, DEVICE_RUNS, known)
+    )
+    device_close(written(states), plain[[0, 2, 4, 6]])
+    assert torch.equal(kept, known)

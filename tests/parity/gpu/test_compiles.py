@@ -13,7 +13,7 @@ from compiled_kernels import CAPABILITIES, compile_all
 def test_every_kernel_compiles(capability: int) -> None:
     found = compile_all("launches_elementwise", capability, ptx=True)
     assert {one.launch for one in found} == {
-        "angles", "gates", "layer_norms", "longest_norm", "norms", "rows", "turning"
+        "angles", "gates", "layer_norms", "longest_norm", "norms", "rows", "states", "turning"
     }  # fmt: skip
     # Sines of large angles are reduced by a table on the stack; the quick instruction, which is wrong there, is not used.
     assert [one.kernel for one in found if one.stack] == ["_rope_angles"]

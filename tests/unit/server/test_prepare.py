@@ -18,9 +18,16 @@ from app.engine.calibration.cache import Calibration
 from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Cache, Facts, NativeLibrary, TorchBuild
+from app.hardware.probe.host_files import HostFiles
 from app.hardware.step_times import StepTimeTable
 from app.server import prepare
-from app.server.prepare import Prepared, measurement_subject, measuring_budget_seconds, with_kept_calibration
+from app.server.prepare import (
+    Prepared,
+    measurement_subject,
+    measuring_budget_seconds,
+    other_cpu_seconds,
+    with_kept_calibration,
+)
 from app.settings import DEMO_DIRECTORY, Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from armature_kernels.linear.torchao_config import INT8_REFERENCE, KLEIDI_INT4
@@ -35,6 +42,7 @@ FOUND = Measurements(5e10, {"bf16": 8e11}, (TRIAL,), 48, 2.5)
 @pytest.fixture(autouse=True)
 def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ARMATURE_CALIBRATE", raising=False)
+    monkeypatch.setattr(prepare, "other_cpu_seconds", lambda cpu_ids: 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +137,36 @@ def test_what_was_measured_beside_other_work_is_kept_as_noisy(
         second = start(tmp_path / str(gain), checkpoint).plan
         assert (second.cpu.threads, second.speed.speed_source) == (threads, source)
         assert len(budgets) == 1, "the next start begins at once"
+
+
+def test_what_was_measured_while_other_programs_ran_is_kept_as_noisy(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings, asked = iter((10.0, 15.0)), list[float]()
+    fewer = {rows: seconds / 1.1 for rows, seconds in QUICK.decode_seconds.items()}
+    found = Measurements(trials=(QUICK, dataclasses.replace(QUICK, threads=7, decode_seconds=fewer)))
+    measure = measure_of(found, asked)
+    monkeypatch.setattr("app.engine.calibration.measure.measure_machine", measure)
+    monkeypatch.setattr(prepare, "other_cpu_seconds", lambda cpu_ids: next(readings))
+    for plan in (start(tmp_path, checkpoint).plan, start(tmp_path, checkpoint).plan):
+        assert (plan.speed.speed_source, plan.cpu.threads) == ("noisy", 8)
+        assert "other programs used" in plan.decisions["speed_source"].reason
+    assert len(asked) == 1
+
+
+def test_the_time_of_other_programs_is_the_busy_time_of_the_cpus_without_our_own(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    lines = (
+        "cpu  9 9 9 9 9 9 9 9 9 9",
+        "cpu0 1000 0 500 7000 90 10 20 30 0 0",
+        "cpu1 5000 0 0 0 0 0 0 0 0 0",
+        "intr 1",
+    )
+    (tmp_path / "proc" / "stat").write_text("\n".join(lines))
+    before = time.process_time()
+    found = other_cpu_seconds({0}, HostFiles(tmp_path))
+    assert found == pytest.approx(1560 / os.sysconf("SC_CLK_TCK") - before, abs=0.5)
+    assert other_cpu_seconds({0}, HostFiles(tmp_path / "nothing")) == 0.0
 
 
 def test_what_a_noisy_machine_measured_serves_the_next_start_at_once_until_the_idle_server_measures(

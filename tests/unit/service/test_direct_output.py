@@ -21,15 +21,10 @@ class Connection:
 
     def __init__(self) -> None:
         self.written: list[tuple[str, tuple[int, ...]]] = []
-        self.is_open = True
-        self.output = DirectOutput(self.frame, self.write)
+        self.output = DirectOutput(self.emit)
 
-    def frame(self, text: str, token_ids: Sequence[int]) -> bytes:
+    def emit(self, text: str, token_ids: Sequence[int]) -> None:
         self.written.append((text, tuple(token_ids)))
-        return b"frame"
-
-    def write(self, data: bytes) -> bool:
-        return self.is_open
 
     @property
     def text(self) -> str:
@@ -92,7 +87,7 @@ async def test_parts_of_a_character_are_written_together() -> None:
 
 async def test_a_client_that_must_read_first_gets_what_waits_from_the_reader() -> None:
     connection, found = Connection(), list[StreamEvent]()
-    connection.is_open = False
+    connection.output.flow.write_paused = True
     await answer(["a", "b", "c"], connection, found)
     assert connection.written == []
     assert [event.text for event in found if isinstance(event, TextDelta)] == ["a", "b", "c"]

@@ -12,7 +12,7 @@ import pytest
 from tools import prove
 from tools.proofs import refusals, start
 from tools.proofs.containers import ContainerEnded, Image
-from tools.proofs.findings import Findings, Section, page
+from tools.proofs.findings import OLDER, ROOT, Findings, Section, code_digest, page
 from tools.proofs.quota import THROTTLED, Load, Measured, judge, said, sample
 from tools.prove import Part, Subject
 
@@ -202,3 +202,26 @@ def test_a_quota_says_what_was_served_and_names_no_folder() -> None:
         "Medians of 2 rounds of 10 s; the server has tiny with `--precision int4`."
     )
     assert said(Load(Path("/a/tiny"), (), 3)) == "Medians of 3 rounds of 10 s; the server has tiny."
+
+
+def is_current(text: str, part: Part) -> bool:
+    """Return whether the page has this code's digest in the part's section, or says that it is older."""
+    section = text.partition(f"## {part.title}\n")[2].partition("\n## ")[0]
+    return OLDER in section or f"code `{code_digest(part.code)}`" in section
+
+
+def test_the_page_says_which_proof_is_older_than_its_code() -> None:
+    """If this fails, run `make prove ARGS="--only PART"`, or without Docker add `OLDER` after the section's date."""
+    text = (ROOT / "docs" / "proofs.md").read_text()
+    proved = [part for part in prove.PARTS.values() if part.code]
+    assert proved and all(code_digest(part.code) for part in proved)
+    assert [part.title for part in proved if not is_current(text, part)] == []
+
+
+def test_a_proof_of_other_code_is_called_older() -> None:
+    code = ("tools/proofs/kernels.py",)
+    part = Part("int4", "Levels.", 1, lambda findings, subject: None, code)
+    for digest, older in ((code_digest(code), False), ("0" * 12, True), ("", True)):
+        text = page(FACTS, [Section(part.title, part.about, Findings(began="today", code=digest), code)])
+        assert (OLDER in text) is older and is_current(text, part)
+        assert is_current(text.replace(OLDER, ""), part) is not older

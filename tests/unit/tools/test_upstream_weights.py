@@ -16,8 +16,8 @@ from urllib.request import Request
 
 import pytest
 
-from tools import upstream_weights
-from tools.upstream_weights import (
+from examples.nginx import upstream_weights
+from examples.nginx.upstream_weights import (
     differ,
     find,
     lines,

@@ -66,7 +66,7 @@ def node_lost(findings: Findings, fleet: Fleet, node: Node) -> None:
 
 @contextmanager
 def front(fleet: Fleet) -> Iterator[None]:
-    """Run docs/nginx.conf and the tool that writes its servers, as found by Kubernetes' API, in the namespace."""
+    """Run examples/nginx/nginx.conf and the tool that writes its servers, as found by Kubernetes' API, in the namespace."""
     cluster = fleet.cluster
     lab, place, folder = cluster.lab, cluster.place, cluster.lab.folder / "nginx"
     folder.mkdir()
@@ -79,7 +79,7 @@ def front(fleet: Fleet) -> Iterator[None]:
     lab.until(lambda: bool(place.run("curl", "-sf", f"{PROXY}/version", check=False)), 30, "kubectl-proxy")
     reload = " ".join([str(lab.programs / words[0]), *words[1:], "-s", "reload"])
     lab.start(
-        "upstream-weights", place, sys.executable, str(ROOT / "tools" / "upstream_weights.py"), "--out", str(servers),
+        "upstream-weights", place, sys.executable, str(ROOT / "examples" / "nginx" / "upstream_weights.py"), "--out", str(servers),
         "--every", str(READ_SECONDS), "--kubernetes", PROXY, "--reload", reload, f"kubernetes:{NAMESPACE}/armature",
     )  # fmt: skip
     lab.until(servers.exists, 30, "upstream-weights")

@@ -5,6 +5,7 @@ warm-up without traces.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +112,19 @@ def test_pages_take_no_more_than_the_plan_says(checkpoint: Checkpoint, planned: 
     assert cache.reserved_bytes == 5 * page and cache.capacity_tokens == 4 * 64
     roomy = built_of(checkpoint, changed(planned, kv_cache_bytes=2**40)).runner.kv_cache
     assert roomy.capacity_tokens == 6 * 256, "two slots of a whole context for each sequence"
+
+
+def test_a_model_with_states_is_built_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, "Qwen3_5ForCausalLM"))
+    made = {"device": "cuda", "precision": "fp32", "threads": 1, "max_running_seqs": 3}
+    built = built_of(checkpoint, plan(machine(cuda=(GPU,)), checkpoint.needs(), ON_GPUS, **made))
+    pool, prompt = built.engine.scheduler.pool, tuple(range(4, 100))
+    assert pool.checkpoints is not None and pool.checkpoints.num_rows > 0
+    for name in ("first", "again"):
+        built.engine.add(Generate(name, prompt, SamplingParams(max_tokens=3, temperature=0.0), arrived_at=0.0))
+        while built.engine.has_work:
+            built.engine.step()
+    assert pool.checkpoints.hits == 1 and built.runner.graphs.num_replayed > 0
 
 
 def test_less_than_two_pages_are_refused_with_numbers(checkpoint: Checkpoint, planned: ServingPlan) -> None:

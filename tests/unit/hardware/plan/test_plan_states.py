@@ -7,10 +7,12 @@ import dataclasses
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware.facts import Needs
-from planned_machines import GIB, machine, plan
+from app.hardware.facts import CudaDevice, Needs
+from app.hardware.plan.memory_budget import DRAFT_SEQS, MemoryDemand
+from planned_machines import GIB, ON_GPUS, machine, plan
 
 MIB = 2**20
+GPU = CudaDevice(0, "NVIDIA H200", (9, 0), 141 * GIB, 140 * GIB, "GPU-1", "580.65.06")
 NEEDS = Needs(
     kind="decoder",
     architecture="Qwen3_5ForCausalLM",
@@ -54,12 +56,21 @@ def test_few_sequences_run_where_their_states_are_large() -> None:
         plan(small, dataclasses.replace(NEEDS, state_bytes=200 * MIB), precision="int4", max_running_seqs=32)
 
 
-def test_drafts_are_verified_but_not_made_with_a_state() -> None:
+def test_a_device_has_two_rows_for_each_slot() -> None:
+    made = plan(machine(cuda=(GPU,)), NEEDS, ON_GPUS, device="cuda")
+    running = made.memory.max_running_seqs
+    assert running > 64 and made.memory.state_bytes >= 5 * running * 20 * MIB  # running, finished, and checkpoints
+
+
+def test_drafts_are_verified_and_made_with_a_state() -> None:
     plain = dataclasses.replace(NEEDS, state_bytes=0)
+    with_state, without = (
+        MemoryDemand(dataclasses.replace(NEEDS, draft=one), "int8", "bf16") for one in (NEEDS, plain)
+    )
+    assert with_state.draft_bytes() - without.draft_bytes() == 2 * DRAFT_SEQS * 20 * MIB
     assert plan(machine(), NEEDS).steps.speculation
     assert plan(machine(), dataclasses.replace(NEEDS, draft=plain), draft_model="/nowhere").steps.draft_model
-    with pytest.raises(PlanImpossible, match="draft_model is set, but its layers have a recurrent state"):
-        plan(machine(), dataclasses.replace(NEEDS, draft=NEEDS), draft_model="/nowhere")
+    assert plan(machine(), dataclasses.replace(NEEDS, draft=NEEDS), draft_model="/nowhere").steps.draft_model
 
 
 def test_the_plan_says_what_of_a_state_is_not_rounded() -> None:

@@ -1,4 +1,4 @@
-"""Write nginx weights by the capacity of each server: `python tools/upstream_weights.py --out FILE SERVER ...`.
+"""Write nginx weights by the capacity of each server: `python examples/nginx/upstream_weights.py --out FILE SERVER ...`.
 
 For a fleet without a gateway. It reads /metrics of each server and writes the `server` lines that an `upstream` block
 includes. The file is replaced and nginx reloaded only if a share changed by more than a tenth. A server that reports no
