@@ -162,6 +162,8 @@ def _speculation(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
 
 def _by_library(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
     """Measure a model that transformers computes: decode steps, or speech to text."""
+    import torch._dynamo  # noqa: F401  # whole, since one of the ways compiles the model
+
     from app.engine.transformers.build import import_library
 
     import_library()

@@ -28,6 +28,7 @@ BYTES = 6 * 2**30  # that one class may allocate
 def main(names: list[str]) -> int:
     import torch
 
+    import_module("app.engine.transformers.build").import_library()
     for module in ("transformers_checkpoints", "app.engine.transformers.generation", "app.server.prepare"):
         import_module(module)  # once, for all processes
     torch.set_num_threads(1)

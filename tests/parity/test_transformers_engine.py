@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from app.engine.transformers import generation, loading, sequences, trials
+from app.engine.transformers.fused import FusedNorm, JoinedProduct, attend_grouped
 from app.errors import CheckpointInvalid, RequestError
 from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from app.weights.checkpoint import open_checkpoint
 from transformers_checkpoints import (
     PROMPTS,
     beam_ids,
@@ -276,3 +281,65 @@ def test_a_class_that_reads_weights_itself_is_served_with_its_own(
     assert not any(isinstance(one, loading.PackedLinear) for one in exact.runner.steps.model.modules())
     with pytest.raises(CheckpointInvalid, match="cannot generate with it in int8"):
         build_engine(directory, precision="int8")
+
+
+_START = """
+import sys
+from pathlib import Path
+import torch
+from app.engine.transformers.build import import_library
+import_library()
+import transformers
+from app.engine.transformers.loading import load_model
+from app.weights.checkpoint import open_checkpoint
+load_model(open_checkpoint(Path(sys.argv[1]), "transformers"), torch.float32, torch.device("cpu"))
+print([name for name in ("torch._dynamo", "torch.distributed.tensor", "torchao", "triton") if name in sys.modules])
+print(torch.compiler.disable(len) is not len, sys.modules["torch._dynamo"].__file__)
+"""
+
+
+def test_a_start_imports_no_compiler_which_is_whole_if_it_is_wanted_later(written: Any) -> None:
+    directory, _ = written("MistralForCausalLM")
+    run = subprocess.run([sys.executable, "-c", _START, directory], capture_output=True, text=True, check=False)
+    imported, compiler, *_ = [*run.stdout.splitlines(), "", ""]
+    assert imported == "[]", run.stderr
+    assert compiler.startswith("True /") and compiler.endswith("__init__.py"), run.stderr
+
+
+def test_fused_parts_are_those_of_the_library(written: Any) -> None:
+    directory, _ = written("MistralForCausalLM")
+    model = loading.load_model(open_checkpoint(directory, "transformers"), torch.float32, torch.device("cpu"))
+    norm = model.model.norm
+    norm.weight.data.uniform_(0.5, 2.0)
+    hidden = torch.randn(2, 3, norm.weight.numel())
+    one = FusedNorm.of(norm)
+    assert one is not None
+    assert torch.allclose(one(hidden), norm(hidden), rtol=1e-5, atol=1e-6)
+    norm.forward = lambda hidden_states: hidden_states * norm.weight  # not an RMSNorm, whatever its name
+    assert FusedNorm.of(norm) is None
+
+    attention = model.model.layers[0].self_attn
+    attention.num_key_value_groups = 3
+    query, keys, values = torch.randn(2, 6, 1, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    for mask in (None, torch.tensor([[True] * 5, [False, *[True] * 4]]).view(2, 1, 1, 5)):
+        expected, _ = sdpa_attention_forward(attention, query, keys, values, mask, scaling=0.3)
+        found, _ = attend_grouped(attention, query, keys, values, mask, scaling=0.3)
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_layers_of_one_input_share_a_product_which_is_never_an_older_one() -> None:
+    products: list[float] = []
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        products.append(float(x.sum()))
+        return torch.cat((x, 2 * x, 3 * x), -1)
+
+    product = JoinedProduct(multiply, (2, 2, 2))
+    x, other = torch.ones(1, 2), torch.full((1, 2), 5.0)
+    assert [float(product.part(x, number)[0, 0]) for number in (0, 1, 2)] == [1, 2, 3]
+    assert len(products) == 1
+    assert [float(product.part(one, number)[0, 0]) for one, number in ((x, 0), (other, 1), (other, 2))] == [1, 10, 15]
+    x.fill_(7)
+    assert float(product.part(x, 1)[0, 0]) == 14, "a changed input has another product"
+    x.fill_(8)
+    assert float(product.part(x, 1)[0, 0]) == 16, "as has one that is asked for again"

@@ -158,7 +158,9 @@ def write_transformers_checkpoint(directory: Path, architecture: str, seed: int 
     if model.config.is_encoder_decoder:
         model = type(model).from_pretrained(directory).eval()  # its sinusoids are made anew, not saved
     else:
-        model.generation_config = transformers.GenerationConfig()  # the configuration's own are those of a request here
+        # The configuration's own values are those of a request here, apart from forced tokens.
+        last = model.generation_config.forced_eos_token_id
+        model.generation_config = transformers.GenerationConfig(forced_eos_token_id=last)
     return model
 
 

@@ -1,10 +1,15 @@
-"""Builds the engine of a model that transformers computes. The library is imported here first, without torchao."""
+"""Builds the engine of a model that transformers computes. The library is imported here first, without what is not used."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
+import torch
+
 from app.engine.build import BuildRequest, BuiltEngine
+from app.hardware.imports import collection_paused, compiler_absent, replaced
 from app.weights.checkpoint import Checkpoint
 
 
@@ -22,17 +27,21 @@ def build_transformers_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[
 
 
 def import_library() -> None:
-    """Import the library as if torchao were absent, which it imports for checkpoints that are refused here.
+    """Import the library without torchao, torch's compiler and its parts for several machines, which take seconds.
 
-    That takes seconds, and torchao logs messages about extensions.
+    It imports torchao, which also logs messages, for checkpoints that are refused here.
     """
-    from transformers.utils import import_utils
+    with collection_paused():
+        from transformers.utils import import_utils
 
-    found = import_utils._is_package_available
-    import_utils._is_package_available = lambda name, *rest, **options: (
-        (False, "0") if name == "torchao" else found(name, *rest, **options)
-    )
-    try:
-        import_utils.is_torchao_available()  # keeps its answer
-    finally:
-        import_utils._is_package_available = found
+        with replaced(import_utils, "_is_package_available", _lacks_torchao(import_utils._is_package_available)):
+            import_utils.is_torchao_available()  # keeps its answer, as does the next one
+        with replaced(torch.distributed, "is_available", lambda: False):
+            import_utils.is_torch_distributed_available()
+        with compiler_absent():
+            for name in ("modeling_utils", "generation.utils"):
+                import_module(f"transformers.{name}")
+
+
+def _lacks_torchao(found: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda name, *rest, **options: (False, "0") if name == "torchao" else found(name, *rest, **options)

@@ -7,7 +7,7 @@ stay as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,7 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from app.backends.base import BaseBackend
 from app.engine.build import BuildRequest, percent_reporter
+from app.engine.transformers.fused import JoinedPart, JoinedProduct, fuse, siblings
 from app.errors import CheckpointInvalid, StepFailed
+from app.hardware.imports import compiler_absent
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import QUANTIZED_PRECISIONS
 from app.models.transformers_config import TransformersConfig
@@ -72,6 +74,8 @@ def load_for_plan(
     if is_packed and packs(plan, checkpoint.model_config):
         pack_products(model, plan, checkpoint.model_config, percent_reporter(request.report, "packing weights"))
     convert_others(model, backend.dtype, keeps_tables=checkpoint.kind == "decoder")
+    if is_packed and packs(plan, checkpoint.model_config) and plan.placement.device == "cpu":
+        fuse(model)
     return model
 
 
@@ -83,13 +87,14 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, info = getattr(transformers, checkpoint.model_config.architecture).from_pretrained(
-            checkpoint.directory,
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with compiler_absent():
+            model, info = getattr(transformers, checkpoint.model_config.architecture).from_pretrained(
+                checkpoint.directory,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         raise CheckpointInvalid(
             f"transformers {transformers.__version__} cannot load this checkpoint: {first_line(error)}"
@@ -165,9 +170,11 @@ def pack_products(
     )
     if plan.weights.precision in ("bf16", *QUANTIZED_PRECISIONS):
         choice = replace(choice, dtype=torch.bfloat16)  # such a form takes activations in FP32 too
+    dtype = DTYPES[plan.weights.dtype]
+    joined = _join(model, dict(layers), choice, dtype) if plan.weights.precision in ("bf16", "fp32") else set()
     for done, (name, layer) in enumerate(layers):
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, _packed(name, layer, choice, DTYPES[plan.weights.dtype]))
+        if name not in joined:
+            _put(model, name, _packed(name, _weight(layer), layer.bias, choice, dtype))
         progress(done + 1, len(layers))
 
 
@@ -190,9 +197,34 @@ def packed_layer(name: str, layer: nn.Linear, form: FormFactory) -> PackedLinear
     return packed
 
 
-def _packed(name: str, layer: Any, choice: FormChoice, dtype: torch.dtype) -> PackedLinear:
-    weight = layer.weight.detach()
-    weight = (weight.T if isinstance(layer, Conv1D) else weight).contiguous()
-    packed = PackedLinear(name, weight, layer.bias, dtype)
-    packed.form = choice.packing(packed).pack(weight, None if layer.bias is None else layer.bias.detach())
+def _join(model: PreTrainedModel, layers: Mapping[str, Any], choice: FormChoice, dtype: torch.dtype) -> set[str]:
+    """Pack the weights of layers that have one input as one, and return their names."""
+    joined: set[str] = set()
+    for names in siblings([name for name, layer in layers.items() if type(layer) is nn.Linear]):
+        members = [layers[name] for name in names]
+        if len({layer.in_features for layer in members}) > 1:
+            continue
+        biases = [one.weight.new_zeros(one.out_features) if one.bias is None else one.bias for one in members]
+        bias = None if all(one.bias is None for one in members) else torch.cat(biases)
+        packed = _packed(names[0], torch.cat([one.weight for one in members]), bias, choice, dtype)
+        product = JoinedProduct(packed.forward, [layer.out_features for layer in members])
+        for number, (name, layer) in enumerate(zip(names, members, strict=True)):
+            _put(model, name, JoinedPart(product, number, layer, dtype))
+        joined.update(names)
+    return joined
+
+
+def _put(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, layer)
+
+
+def _weight(layer: Any) -> Tensor:
+    return layer.weight.T if isinstance(layer, Conv1D) else layer.weight  # type: ignore[no-any-return]
+
+
+def _packed(name: str, weight: Tensor, bias: Tensor | None, choice: FormChoice, dtype: torch.dtype) -> PackedLinear:
+    weight = weight.detach().contiguous()
+    packed = PackedLinear(name, weight, bias, dtype)
+    packed.form = choice.packing(packed).pack(weight, None if bias is None else bias.detach())
     return packed

@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AutoFeatureExtractor, AutoTokenizer, PreTrainedModel, pipeline
 from transformers.pipelines.automatic_speech_recognition import rescale_stride
 
+from app.engine.transformers.fused import share_sources
 from app.engine.transformers.tasks import Item, Parameters, Task
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.models.transformers_config import INSTALL
@@ -195,6 +196,11 @@ class SpeechModel:
             for name in (main, "attention_mask")
             if isinstance(items[0].get(name), Tensor)
         }
+        if self.is_whisper:
+            config = self.pipe.model.generation_config
+            share_sources(
+                self.pipe.model, len(items), config.num_beams or self.pipe._default_generation_config.num_beams or 1
+            )
         found = self.pipe.forward({**joined, "is_last": True}, **self._options(parameters)[1])
         outputs = []
         for row, item in enumerate(items):

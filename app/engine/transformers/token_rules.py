@@ -33,7 +33,7 @@ class TokenRules:
         for name, value in _OF_REQUESTS.items():
             setattr(self._config, name, value)
         self._config._eos_token_tensor = torch.tensor(sorted(eos_token_ids)) if eos_token_ids else None
-        self._own: dict[str, LogitsProcessorList] = {}
+        self._own: dict[tuple[str, int], LogitsProcessorList] = {}
         probe = deepcopy(self._config)
         probe.max_length = 2
         self.any = bool(model.config.is_encoder_decoder) or bool(
@@ -48,8 +48,9 @@ class TokenRules:
         scores = logits.to(torch.float32, copy=True)
         for place, row in enumerate(rows):
             sequence = row.sequence
-            rules = known.get(sequence.request_id) or self._own.get(sequence.request_id) or self._rules_of(sequence)
-            self._own[sequence.request_id] = rules
+            key = sequence.request_id, sequence.max_length
+            rules = known.get(key) or self._own.get(key) or self._rules_of(sequence)
+            self._own[key] = rules
             own = scores[place : place + 1]
             if sequence.is_beam:
                 own = torch.log_softmax(own, -1)
