@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -179,7 +180,7 @@ def told(model: Decoder, slots: AdapterSlots | None, requests: list[tuple[str, i
     replay = DecoderReplay(model, record_after=0)
     runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.float32), Sampler(config.vocab_size), adapters=slots)
     scheduler = Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24))
-    engine, said = DecoderEngine(scheduler, runner), dict[str, list[int]]()
+    engine, said = DecoderEngine(scheduler, runner, clock=count().__next__), dict[str, list[int]]()
     engine.adapters = slots
     waiting = list(requests)
     while waiting or engine.has_work:

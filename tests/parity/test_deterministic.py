@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,7 +88,9 @@ def served(
     backend = CpuBackend(torch.float32 if kv == torch.float32 else torch.bfloat16)
     runner = CpuDecoderRunner(replay, cache, backend, Sampler(config.vocab_size), few)
     limits = EngineLimits(MAX_LEN, SLOTS // 2, budget)
-    engine = DecoderEngine(Scheduler(KvSlots(SLOTS, capacity), PrefillBudget(budget), limits, {1}), runner)
+    engine = DecoderEngine(
+        Scheduler(KvSlots(SLOTS, capacity), PrefillBudget(budget), limits, {1}), runner, clock=count().__next__
+    )
     said: Said = {}
     dice, waiting, preempted = random.Random(seed), list(requests), 0
     dice.shuffle(waiting)

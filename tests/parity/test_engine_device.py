@@ -397,9 +397,9 @@ def test_states_after_preemption_lack_of_memory_and_drafts(recurrent: Pair, monk
     served = DeviceServed(recurrent.model, pages=6, speculation=Speculation(oracle, FreeRows()))
     logits, wanting = served.runner._forward.logits, 0
 
-    def scarce(views: Any, sizes: Any, bounds: Any, vectors: Any = None) -> Any:
+    def scarce(views: Any, sizes: Any, bounds: Any, *pictures: Any) -> Any:
         nonlocal wanting
-        found = logits(views, sizes, bounds, vectors)
+        found = logits(views, sizes, bounds, *pictures)
         if sizes.tokens > 12:  # when the states are written
             wanting += 1
             raise torch.OutOfMemoryError("planted")

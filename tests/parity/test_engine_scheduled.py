@@ -6,6 +6,7 @@ gaps here.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -51,7 +52,9 @@ class Served:
             else None,
         )
         limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)
-        self.engine = DecoderEngine(Scheduler(self.pool, PrefillBudget(max_batch_tokens), limits, {EOS}), runner)
+        self.engine = DecoderEngine(
+            Scheduler(self.pool, PrefillBudget(max_batch_tokens), limits, {EOS}), runner, clock=count().__next__
+        )
         self.said: Said = {}
         self.stats: list[StepStats] = []
         self.endings: dict[tuple[str, int], SequenceFinished] = {}

@@ -6,6 +6,7 @@ Tolerance 1e-3 on log-probabilities in FP32: orders of sums differ, and errors o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,7 +100,7 @@ def served(
     runner = CpuDecoderRunner(replay, cache, CpuBackend(dtype), Sampler(config.vocab_size), few)
     limits = EngineLimits(MAX_LEN, SLOTS - 2, chunk)
     scheduler = Scheduler(KvSlots(SLOTS, capacity), PrefillBudget(chunk), limits, {1}, speculation=speculation)
-    engine, heard = DecoderEngine(scheduler, runner), Heard()
+    engine, heard = DecoderEngine(scheduler, runner, clock=count().__next__), Heard()
     for request in requests:
         heard.take(engine.add(request))
     while engine.has_work:
@@ -201,7 +202,9 @@ def test_a_cached_prompt_is_scored_all_the_same(llama: tuple[Path, dict[str, Ten
     )
     runner = CpuDecoderRunner(DecoderReplay(cast(Decoder, model)), cache, CpuBackend(torch.float32), Sampler(320))
     limits = EngineLimits(MAX_LEN, SLOTS - 2, CHUNK)
-    engine = DecoderEngine(Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(CHUNK), limits, {1}), runner)
+    engine = DecoderEngine(
+        Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(CHUNK), limits, {1}), runner, clock=count().__next__
+    )
     heard = Heard()
     for request in (first, SCORED[0], last):
         heard.take(engine.add(request))

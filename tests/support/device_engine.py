@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ class DeviceServed:
         checkpoints = StateCheckpoints(SLOTS, CHECKPOINTS, BETWEEN_STATES) if config.state_sizes else None
         self.pool = KvSlots(SLOTS, self.cache.capacity_tokens, self.cache.tokens_per_page, checkpoints=checkpoints)
         self.scheduler = Scheduler(self.pool, PrefillBudget(max_batch_tokens), limits, {EOS}, speculation=speculation)
-        self.engine = engine or DecoderEngine(self.scheduler, self.runner)
+        self.engine = engine or DecoderEngine(self.scheduler, self.runner, clock=count().__next__)
         self.said: Said = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprob]] = {}
         self.stats: list[StepStats] = []
