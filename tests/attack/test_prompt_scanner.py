@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api import bodies, middleware, routers
+from app.api import application, bodies, middleware
 from app.api.middleware import RequestGate
 from app.api.prompt_scanner import PromptScanner
 from app.service.prompt import tokenize_prompt
@@ -161,7 +161,7 @@ def test_a_prompt_is_refused_while_it_arrives(
 ) -> None:
     """The connection goes on: the next request on it is answered."""
     monkeypatch.setattr(middleware, "run_until_disconnect", _never)
-    monkeypatch.setattr(routers, "MAX_PROMPT_TOKENS", 10_000)
+    monkeypatch.setattr(application, "MAX_PROMPT_TOKENS", 10_000)
     request = post(path, json.dumps(body).encode()) + b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     answer = server.ask(request)
     assert answer.status == 400
@@ -175,8 +175,8 @@ async def _never(*arguments: Any) -> None:
 
 async def test_nothing_of_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     service, metrics = ScriptedService(), CountingMetrics()
-    runtime: Any = routers.ApiRuntime(service, metrics, Lifetime(), dict, created=1)  # type: ignore[arg-type]
-    gate = RequestGate(_never, body_check=routers.check_arriving_body)  # type: ignore[arg-type]
+    runtime: Any = application.ApiRuntime(service, metrics, Lifetime(), dict, created=1)  # type: ignore[arg-type]
+    gate = RequestGate(_never, body_check=application.check_arriving_body)  # type: ignore[arg-type]
     held: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -187,7 +187,7 @@ async def test_nothing_of_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
         scope["app"] = type("App", (), {"state": type("State", (), {"runtime": runtime})})
         await gate(scope, watched, send)
 
-    monkeypatch.setattr(routers, "MAX_PROMPT_TOKENS", 100_000)
+    monkeypatch.setattr(application, "MAX_PROMPT_TOKENS", 100_000)
     body = json.dumps({"prompt": "a" * 2_000_000}).encode()
     parts = [body[start : start + 50_000] for start in range(0, len(body), 50_000)]
     talk = Conversation(app, "/generate", parts)

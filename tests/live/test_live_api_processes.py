@@ -266,11 +266,11 @@ def test_tls_and_a_hangup_are_for_all_processes(tiny: Path, tmp_path: Path, cert
         assert url.startswith("https://")
 
         def statuses(key: str) -> set[int]:
-            """The statuses of as many connections as it takes until the other process has some of them."""
-            files, found = Path(f"/proc/{children(served)['armature-api']}/fd"), set[int]()
-            before = len([*files.iterdir()])
+            """The statuses of as many connections as it takes until each process has some of them."""
+            pids, found = (served.process.pid, children(served)["armature-api"]), set[int]()
+            before = [num_files(pid) for pid in pids]
             with contextlib.ExitStack() as stack:
-                while len([*files.iterdir()]) < before + 2:
+                while any(num_files(pid) < count + 8 for pid, count in zip(pids, before, strict=True)):
                     client = stack.enter_context(httpx.Client(base_url=url, verify=context, timeout=PATIENCE))
                     found.add(client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code)
             return found
@@ -284,6 +284,10 @@ def test_tls_and_a_hangup_are_for_all_processes(tiny: Path, tmp_path: Path, cert
         served.process.send_signal(signal.SIGHUP)
         until(lambda: statuses("other") == {200})
         assert statuses("first") == {401}
+
+
+def num_files(pid: int) -> int:
+    return len([*Path(f"/proc/{pid}/fd").iterdir()])
 
 
 def drain(served: ServerProcess, client: httpx.Client, pids: list[int], how: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import torch
 from PIL import Image
 
 from app.backends import selection
@@ -205,7 +206,13 @@ def test_a_quantized_language_model_has_the_tower_of_the_plain_one(tmp_path: Pat
     quantized = serve(write_as_gptq(tmp_path / "plain", tmp_path / "gptq", 32), reference, precision="auto")
     plain = serve(tmp_path / "plain", reference)
     prompts = [one.prompt(TALKS["two"]) for one in (plain, quantized)]
-    assert prompts[0].placed == prompts[1].placed and len(prompts[0].placed.vectors) == 2
+    placed = [one.placed for one in prompts]
+    assert replace(placed[0], vectors=()) == replace(placed[1], vectors=()) and len(placed[0].vectors) == 2
+    vectors = [
+        torch.cat([torch.frombuffer(bytearray(each.data), dtype=torch.float32) for each in one.vectors])
+        for one in placed
+    ]
+    assert torch.cosine_similarity(*vectors, dim=0) > 0.999, "the tower may be in BF16 or eight bits here"
     assert len(quantized.texts([TALKS["two"]])[0]) == NUM_TOKENS
     for one in (plain, quantized):
         one.model.close()

@@ -31,5 +31,8 @@ class AtOnce:
     def can_run_ahead(self, batch: Batch) -> bool:
         return False
 
+    def use_idle_time(self, is_wanted: object) -> bool:
+        return True
+
     def survives(self, error: Exception) -> bool:
         return False

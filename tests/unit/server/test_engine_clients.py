@@ -130,7 +130,7 @@ def test_the_requests_of_a_process_that_has_ended_are_aborted(ends: Ends) -> Non
     ]
     for command in (*sent, Abort("left#10")):
         other.send(command)
-    while len(ends.taken()) == 0 or "e#13" not in next(iter(ends.engine._others.values())).open:
+    while len(ends.taken()) == 0 or "e#13" not in next(iter(ends.engine._others.values())).requests.open:
         pass
     ends.engine.send([SequenceFinished(name, 0, "stop") for name in ("two#4", "gone#7")], BUSY)
     ends.engine.send([ArraysReady("e#13", {})], BUSY)
