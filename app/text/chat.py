@@ -69,6 +69,7 @@ _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _CHATML = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 _MAX_TRIAL_SECONDS = 20.0  # of all trials; those of templates in use take less than half a second
+_EXCEEDED = (ReplyStatus.STOPPED, ReplyStatus.MEMORY)
 _MAX_SHAPES = 4096
 _JSON_FAULTS = (TypeError, ValueError, RecursionError)
 
@@ -121,7 +122,7 @@ class ChatTemplate:
 
         def rendered(variables: Mapping[str, Any]) -> str | None:
             status, text = process.render({**_dates(), **self._named_tokens, **variables})
-            if process.num_ended or time.monotonic() > latest:
+            if status in _EXCEEDED or process.num_ended or time.monotonic() > latest:
                 raise _TrialStopped
             return text if status is ReplyStatus.TEXT else None
 
@@ -233,7 +234,7 @@ class ChatTemplate:
         status, text = self._process.render(variables)
         if status is ReplyStatus.TEXT:
             return text
-        kind = TemplateStopped if status in (ReplyStatus.STOPPED, ReplyStatus.MEMORY) else InvalidRequest
+        kind = TemplateStopped if status in _EXCEEDED else InvalidRequest
         raise kind(f"{_FAILURES[status]}: {text.rstrip('.')}.", field="messages")
 
 
