@@ -261,7 +261,7 @@ def _load_job(settings: Settings, arguments: Namespace) -> LoadJob:
     name = getattr(arguments, "model", None) if url else None
     targets = [ServerTarget(url, () if url else setting_flags(arguments), api, name, key)]
     if arguments.against:
-        targets.append(ServerTarget(arguments.against, api=api, api_key=key))
+        targets.append(ServerTarget(arguments.against, api=api, api_key=key, preferred=name))
     clients = arguments.concurrency or (() if arguments.rate else DEFAULT_CLIENTS)
     levels = [*(LoadLevel(clients=each) for each in clients), *(LoadLevel(rate=each) for each in arguments.rate or ())]
     work = kind.work(arguments)

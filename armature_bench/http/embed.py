@@ -16,7 +16,7 @@ from armature_bench.http import loops
 from armature_bench.http.dialects import EMBED_DIALECTS, EmbedDialect, parse_prompt_tokens
 from armature_bench.http.load import LoadLevel, ServerTarget
 from armature_bench.http.loops import LoadRun, RateMetric, RunLimits, ServerRuns, rate_figure
-from armature_bench.http.tally import failure_figures, first_served_model, latency_figure
+from armature_bench.http.tally import failure_figures, latency_figure, served_model
 from armature_bench.http.wire import HttpClient
 from armature_bench.http.workload import LogNormalLengths, TextPrompts, UniformLengths
 
@@ -146,7 +146,7 @@ class EmbedBench:
 
     async def traffic(self, wire: HttpClient, target: ServerTarget) -> tuple[EmbedTraffic, str]:
         dialect = EMBED_DIALECTS[target.api]
-        model = target.model or await first_served_model(wire)
+        model = target.model or await served_model(wire, target.preferred)
         prompts, description = await text_prompts_for(wire, dialect, model, self.seed)
         return EmbedTraffic(wire, dialect, model, prompts, self.texts), description
 

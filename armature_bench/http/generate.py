@@ -16,8 +16,8 @@ from armature_bench.http.tally import (
     GenerateTraffic,
     GenerateWorkload,
     LatencyObjective,
-    first_served_model,
     prompts_for,
+    served_model,
     stream_figures,
     stream_record,
 )
@@ -51,7 +51,7 @@ class GenerateBench:
 
     async def traffic(self, wire: HttpClient, target: ServerTarget) -> tuple[GenerateTraffic, str]:
         dialect = GENERATE_DIALECTS[target.api]
-        model = target.model or await first_served_model(wire)
+        model = target.model or await served_model(wire, target.preferred)
         prompts, description = await prompts_for(wire, dialect, model, self.seed)
         return GenerateTraffic(wire, dialect, model, prompts, self.workload), description
 

@@ -20,7 +20,7 @@ from armature_bench.console import Figure, MeasurementFailed
 from armature_bench.http import loops
 from armature_bench.http.load import LoadLevel, ServerTarget
 from armature_bench.http.loops import LoadRun, RateMetric, RunLimits, ServerRuns, rate_figure
-from armature_bench.http.tally import failure_figures, first_served_model, latency_figure
+from armature_bench.http.tally import failure_figures, latency_figure, served_model
 from armature_bench.http.wire import HttpBody, HttpClient, HttpResponse
 from armature_bench.http.workload import LogNormalLengths, UniformLengths
 
@@ -250,7 +250,7 @@ class InferBench:
         return RunLimits(seconds=LOAD_SECONDS)
 
     async def traffic(self, wire: HttpClient, target: ServerTarget) -> tuple[InferTraffic, str]:
-        model = target.model or await first_served_model(wire)
+        model = target.model or await served_model(wire, target.preferred)
         description = f"generated from the model's signature, integers below {self.workload.below}, free dimensions of {self.workload.free}"
         return await infer_traffic_for(wire, model, self.workload), description
 

@@ -53,13 +53,17 @@ class LoadLevel:
 
 @dataclass(frozen=True, slots=True)
 class ServerTarget:
-    """A server to measure: the one at `url`, or else a new Armature server with `flags`."""
+    """A server to measure: the one at `url`, or else a new Armature server with `flags`.
+
+    `preferred` is the model that is asked for if `model` is None and the server has it.
+    """
 
     url: str | None
     flags: tuple[str, ...] = ()
     api: str = "completions"
     model: str | None = None
     api_key: str | None = None
+    preferred: str | None = None
 
     @property
     def name(self) -> str:

@@ -117,10 +117,12 @@ async def prompts_for(
     return TextPrompts(tokens_per_word, few - FEW_WORDS * tokens_per_word, seed), "text, by the server's own count"
 
 
-async def first_served_model(wire: HttpClient) -> str | None:
-    """Return the first model that the server lists, or None."""
+async def served_model(wire: HttpClient, preferred: str | None) -> str | None:
+    """Return the preferred model if the server lists it, else the first one that it lists, or None."""
     with suppress(HttpRequestFailed, ValueError, LookupError, TypeError):
-        return str((await wire.get("/v1/models")).raise_for_status("/v1/models").json()["data"][0]["id"])
+        listed = (await wire.get("/v1/models")).raise_for_status("/v1/models").json()["data"]
+        names = [str(each["id"]) for each in listed]
+        return preferred if preferred in names else names[0]
     return None
 
 
