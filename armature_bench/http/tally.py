@@ -160,7 +160,7 @@ async def _counted_prompt_tokens(
 async def _send_probe(
     wire: HttpClient, dialect: GenerateDialect, model: str | None, prompt: str | list[int]
 ) -> StreamTiming:
-    return await stream_request(wire, dialect, StreamRequest(prompt, PROBE_TOKENS, model=model))
+    return await stream_request(wire, dialect, StreamRequest(prompt, PROBE_TOKENS, ignore_eos=False, model=model))
 
 
 @dataclass(frozen=True, slots=True)
