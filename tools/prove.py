@@ -102,7 +102,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "kernels": Part(
         "int4 on 64-bit Arm",
-        "The levels of our library, and with our library hidden torch's operator on KleidiAI's packed weights.",
+        "The levels of our library, and torch's operator with our library hidden.",
         60,
         _kernels,
         ("armature_kernels/csrc", "armature_kernels/linear", "tools/proofs/kernels.py", "tools/proofs/kleidi_probe.py"),

@@ -15,9 +15,9 @@ from armature_bench.http.tally import (
     GenerateRun,
     GenerateTraffic,
     GenerateWorkload,
-    first_served_model,
     overall_rate,
     prompts_for,
+    served_model,
 )  # fmt: skip
 from armature_bench.http.wire import HttpClient, event_loop
 from armature_bench.http.workload import UniformLengths
@@ -89,7 +89,7 @@ async def _at(image: Image, load: Load, cores: float) -> tuple[Mapping[str, Any]
         server.url = f"http://127.0.0.1:{port}"
         server.wait_until_ready()
         with closing(HttpClient(server.url)) as wire:
-            dialect, model = GENERATE_DIALECTS["completions"], await first_served_model(wire)
+            dialect, model = GENERATE_DIALECTS["completions"], await served_model(wire, None)
             prompts, _ = await prompts_for(wire, dialect, model, 0)
             lengths = (UniformLengths(tokens, tokens) for tokens in (PROMPT_TOKENS, MAX_TOKENS))
             traffic = GenerateTraffic(wire, dialect, model, prompts, GenerateWorkload(*lengths))
