@@ -115,7 +115,7 @@ def _measure(job: LibraryJob, way: str, precision: str) -> WayTimes:
     backend = select_host_backend(plan)
     backend.configure(plan)
     began = time.perf_counter()
-    if way.startswith(TORCH):
+    if way.split()[0] in (TORCH, COMPILED):
         model = load_model(job.checkpoint, torch.bfloat16 if precision == "bf16" else torch.float32, backend.device)
     else:
         model = load_for_plan(request, backend)

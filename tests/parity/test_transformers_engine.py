@@ -17,7 +17,10 @@ from app.engine.transformers import generation, loading, sequences, trials
 from app.engine.transformers.fused import FusedNorm, JoinedProduct, attend_grouped
 from app.errors import CheckpointInvalid, RequestError
 from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
-from app.weights.checkpoint import open_checkpoint
+from app.server.prepare import prepare
+from app.settings import Settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from armature_bench.engine import library
 from transformers_checkpoints import (
     PROMPTS,
     beam_ids,
@@ -250,6 +253,21 @@ def test_weights_in_other_formats_give_about_the_same_logits(name: str, architec
         wanted, found = (steps.advance(*trials.trial_rows(steps, 2, 12)).float() for steps in both)
     assert float((found - wanted).norm() / wanted.norm()) < FORMATS[name]
     assert all(map(len, greedy_ids(engine, PROMPTS)))
+
+
+def test_a_benchmark_measures_each_way_as_it_says(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"torch fp32": "fp32", "int8": "int8", "torchao int8": "torchao:Int8DynamicActivationInt8WeightConfig"}
+    monkeypatch.setattr(library, "WAYS", ways)
+    monkeypatch.setattr(library, "STEPS", 2)
+    monkeypatch.setattr(library, "PROMPT_TOKENS", 12)
+    directory, _ = written("CodeGenForCausalLM")
+    prepared = prepare(Settings(model=str(directory), calibrate="off", engine="transformers"))
+    assert isinstance(prepared.checkpoint, Checkpoint)
+    job = library.LibraryJob(prepared.checkpoint, prepared.settings, prepared.facts, 1, (1,))
+    figures = library.measure_library_steps(job).figures
+    errors = {figure.name.partition(", ")[2]: figure.parts["error %"] for figure in figures}
+    assert [*errors] == [*ways], "each way was measured"
+    assert errors["torch fp32"] == 0 and errors["int8"] > 0 and errors["torchao int8"] > 0
 
 
 def test_what_was_tried_of_a_model_is_kept_for_the_next_start(
