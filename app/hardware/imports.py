@@ -1,8 +1,9 @@
-"""Imports without garbage collection, and without torch's compiler."""
+"""What libraries do at and after their import that a server does not want: collect garbage, compile, log."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,3 +62,17 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def only_errors_logged(*names: str) -> Iterator[None]:
+    """Keep log lines below errors of these loggers out of ours."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -12,7 +12,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.onnx.session import OnnxProgram
+from app.hardware.imports import only_errors_logged
 from app.models.program import ATEN, AUTOCAST, SET_GRAD, SKIPPED_OPERATORS, Program
 from app.models.program_graph import Graph, Node, Ref, refs
 from app.weights.cache_file import FileUnusable, atomic_write, log_not_kept, open_trusted
@@ -243,7 +243,7 @@ def _exported(
     arguments = (*states.values(), *(example[spec.name] for spec in specs))
     names = [_state_name(at) for at in range(len(states))] + [_input_name(at) for at in range(len(specs))]
     try:
-        with warnings.catch_warnings(), torch.no_grad(), _quiet_exporter():
+        with warnings.catch_warnings(), torch.no_grad(), only_errors_logged("torch.onnx", "onnxscript", "onnx_ir"):
             warnings.simplefilter("ignore")
             traced = torch.export.export(
                 module.eval(), arguments, dynamic_shapes={"given": (*(None for _ in states), *free)}
@@ -269,20 +269,6 @@ def _exported(
     ) as error:
         said = (str(error).splitlines() or [""])[0][:200]
         raise NotConvertible(f"torch's exporter refuses it: {said or type(error).__name__}") from error
-
-
-@contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """Keep the exporter's log out of ours."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _with_states(exported: Any, states: Sequence[Tensor]) -> bytes:

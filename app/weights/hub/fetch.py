@@ -11,14 +11,15 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 from app.errors import CheckpointInvalid, FetchFailed, ModelUnavailable
 from app.hardware.decision import format_bytes
+from app.hardware.imports import only_errors_logged
 from app.metrics.load_progress import LoadProgress
 from app.weights.checkpoint import read_model_config
 from app.weights.files import join_names
@@ -35,6 +36,8 @@ from app.weights.hub.cache import (
 from app.weights.hub.refusals import refusals_of
 
 log = logging.getLogger(__name__)
+# Their lines have addresses with signatures, and their failures become our errors.
+_REQUEST_LOGGERS = ("httpx2", "httpcore2", "huggingface_hub")
 
 ReportFetch = Callable[[LoadProgress], None]
 
@@ -53,7 +56,7 @@ def fetch_model(name: HubName, report: ReportFetch) -> Path:
     damaged; `CheckpointInvalid` if the model cannot be served.
     """
     library_constants()
-    with _without_request_logs(), refusals_of(name):
+    with only_errors_logged(*_REQUEST_LOGGERS), refusals_of(name):
         snapshot = _fetch_metadata(name)
         fetching = _Fetching(name, snapshot, report)
         _remove_abandoned(snapshot)
@@ -189,20 +192,6 @@ def _bytes_counter(add: Callable[[int], None]) -> type:
         close = refresh = set_description = set_description_str = set_postfix_str = set_transfer_postfix_str = _ignore
 
     return BytesCounter
-
-
-@contextmanager
-def _without_request_logs() -> Iterator[None]:
-    """Keep the libraries' log lines out: requests have addresses with signatures, and failures become our errors."""
-    loggers = [logging.getLogger(name) for name in ("httpx2", "httpcore2", "huggingface_hub")]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
 
 
 def fetch_or_use_cached(name: HubName, report: ReportFetch) -> Path:
