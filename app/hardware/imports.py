@@ -1,4 +1,4 @@
-"""What libraries do at and after their import that a server does not want: collect garbage, compile, log."""
+"""Imports without garbage collection and torch's compiler, and calls of libraries without their log lines."""
 
 from __future__ import annotations
 

@@ -118,9 +118,9 @@ class EngineReplicas:
         self._engines = [
             EngineProcess(
                 self._recipe_of(make_recipe, place),
-                self._teller(place),
+                self._message_handler(place),
                 recorder,
-                self._loser(place),
+                self._end_handler(place),
                 f"{name} (engine {place})",
             )
             for place in range(number)
@@ -227,7 +227,7 @@ class EngineReplicas:
     async def stop(self, timeout_seconds: float) -> None:
         await asyncio.gather(*(engine.stop(timeout_seconds) for engine in self._engines))
 
-    def _teller(self, place: int) -> Callable[[HostMessage], None]:
+    def _message_handler(self, place: int) -> Callable[[HostMessage], None]:
         def tell(message: HostMessage) -> None:
             if not isinstance(message, EngineReady):
                 if place == 0:
@@ -249,7 +249,7 @@ class EngineReplicas:
         for place in range(1, len(self._engines)):
             self._start_engine(place)
 
-    def _loser(self, place: int) -> Callable[[RequestError], None]:
+    def _end_handler(self, place: int) -> Callable[[RequestError], None]:
         def lose(error: RequestError) -> None:
             assert self._callbacks is not None, "it was started"
             self._ends.labels(str(place)).inc()
