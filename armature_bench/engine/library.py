@@ -36,6 +36,7 @@ from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
 from armature_bench.console import BenchOutcome, Figure, MeasurementFailed, compute_spread, progress
 from armature_bench.engine.compiled import missing_compiler
+from armature_kernels.errors import KernelError
 from armature_kernels.linear.torchao_config import INT4_REFERENCE, INT8_REFERENCE, KLEIDI_INT4
 
 PROMPT_TOKENS, STEPS = 128, 24
@@ -100,7 +101,7 @@ def measure_library_steps(job: LibraryJob) -> BenchOutcome:
 def _try(job: LibraryJob, way: str, precision: str, measured: dict[str, WayTimes], refused: dict[str, str]) -> None:
     try:
         measured[way] = _measure(job, way, precision)
-    except (ArmatureError, RuntimeError, ValueError, TypeError) as error:
+    except (ArmatureError, KernelError, RuntimeError, ValueError, TypeError) as error:
         refused[way] = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     gc.collect()
     if way.startswith(COMPILED):

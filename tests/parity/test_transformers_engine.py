@@ -257,16 +257,18 @@ def test_weights_in_other_formats_give_about_the_same_logits(name: str, architec
 
 def test_a_benchmark_measures_each_way_as_it_says(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"torch fp32": "fp32", "int8": "int8", "torchao int8": "torchao:Int8DynamicActivationInt8WeightConfig"}
-    monkeypatch.setattr(library, "WAYS", ways)
+    refused = {"torchao refused": "torchao:IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(7))"}
+    monkeypatch.setattr(library, "WAYS", ways | refused)
     monkeypatch.setattr(library, "STEPS", 2)
     monkeypatch.setattr(library, "PROMPT_TOKENS", 12)
     directory, _ = written("CodeGenForCausalLM")
     prepared = prepare(Settings(model=str(directory), calibrate="off", engine="transformers"))
     assert isinstance(prepared.checkpoint, Checkpoint)
     job = library.LibraryJob(prepared.checkpoint, prepared.settings, prepared.facts, 1, (1,))
-    figures = library.measure_library_steps(job).figures
-    errors = {figure.name.partition(", ")[2]: figure.parts["error %"] for figure in figures}
+    outcome = library.measure_library_steps(job)
+    errors = {figure.name.partition(", ")[2]: figure.parts["error %"] for figure in outcome.figures}
     assert [*errors] == [*ways], "each way was measured"
+    assert [note.partition(":")[0] for note in outcome.notes] == [*refused]
     assert errors["torch fp32"] == 0 and errors["int8"] > 0 and errors["torchao int8"] > 0
 
 
