@@ -21,6 +21,7 @@ from app.server.prepare import prepare
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from armature_bench.engine import library
+from armature_kernels.linear.torchao_config import KLEIDI_INT4
 from transformers_checkpoints import (
     PROMPTS,
     beam_ids,
@@ -257,7 +258,7 @@ def test_weights_in_other_formats_give_about_the_same_logits(name: str, architec
 
 def test_a_benchmark_measures_each_way_as_it_says(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"torch fp32": "fp32", "int8": "int8", "torchao int8": "torchao:Int8DynamicActivationInt8WeightConfig"}
-    refused = {"torchao refused": "torchao:IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(7))"}
+    refused = {} if torch.backends.kleidiai.is_available() else {"torchao int4 KleidiAI": KLEIDI_INT4[32]}
     monkeypatch.setattr(library, "WAYS", ways | refused)
     monkeypatch.setattr(library, "STEPS", 2)
     monkeypatch.setattr(library, "PROMPT_TOKENS", 12)
