@@ -515,13 +515,26 @@ def gemma4(config: ConfigReader, fields: Fields) -> Fields:
     return found
 
 
-def gemma4_unified(config: ConfigReader, fields: Fields) -> Fields:
+def gemma4_assistant(config: ConfigReader, fields: Fields) -> Fields:
+    """Read a draft head. All of its layers read keys and values of the model that it drafts for."""
+    for name in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"):
+        refuse(config, name, 0, "inputs of layers in a draft head")
+    for name in ("enable_moe_block", "use_double_wide_mlp"):
+        refuse(config, name, False, "experts or wider layers in a draft head")
+    found = gemma4_unified(config, fields, reads_model=True)
+    found |= {"logit_softcap": None, "served_size": config.integer("backbone_hidden_size", 1536)}
+    # The window ends before the token of the query, and includes the last key at its distance.
+    windows = tuple(window and window + 1 for window in fields["windows"])
+    return {**found, "is_draft_head": True, "windows": windows}
+
+
+def gemma4_unified(config: ConfigReader, fields: Fields, reads_model: bool = False) -> Fields:
     """Read the heads and the rotary embeddings of layers with full attention, and which layers share keys and values."""
     refuse(config, "use_bidirectional_attention", "vision", "attention in both directions")
     windows, layers, inner = fields["windows"], fields["num_layers"], fields["intermediate_size"]
     if windows[-1] is not None:
         raise CheckpointInvalid(f"{config.where}: the last of layer_types must be full_attention.")
-    heads, shared = _full_heads(config, fields), shared_kv_layers(config, windows)
+    heads, shared = _full_heads(config, fields), 0 if reads_model else shared_kv_layers(config, windows)
     rope = RopeConfig(1_000_000.0, heads.head_dim, "proportional", num_rotated=heads.head_dim // 8)
     if config.has("rope_parameters"):
         rope = parse_rope(config, heads.head_dim, 1_000_000.0, "full_attention")
