@@ -25,7 +25,7 @@ from tools.generated_page import write_or_check
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
-from recorded_hosts import HOSTS, read_tree, write_tree  # noqa: E402
+from recorded_hosts import HOSTS, read_tree, write_tree
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "auto.md"
 LEVELS = {

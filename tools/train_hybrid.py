@@ -8,7 +8,6 @@ Python's. Takes some minutes of one core. Needs transformers, which `make venv` 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import sysconfig
@@ -20,12 +19,15 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 DEMO = Path(__file__).resolve().parent.parent / "app" / "demo" / "llama"
 TOKENS, ROWS, RATE = 128, 8, 2e-3  # of a step
+STATE = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
 
 
 def text_ids() -> torch.Tensor:
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    texts = (found for file in files for found in re.findall(r'"""(.*?)"""', file.read_text("utf-8", "ignore"), re.S))
+    texts = (
+        found for file in files for found in re.findall(r'"""(.*?)"""', file.read_text("utf-8", "ignore"), re.DOTALL)
+    )
     return torch.tensor([token for text in texts for token in tokenizer.encode(text).ids])
 
 
@@ -50,9 +52,6 @@ def train(steps: int) -> Qwen3_5ForCausalLM:
     return model
 
 
-STATE = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIR")
@@ -63,7 +62,7 @@ def main() -> None:
     train(given.steps).to(torch.bfloat16).save_pretrained(given.directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, given.directory)
-    print(json.dumps(str(given.directory)))
+    print(given.directory)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ def open_or_fetch_model(settings: Settings, path: Path | None = None) -> OpenedM
     mmproj = None if settings.mmproj is None else settings.mmproj.expanduser()
     model = open_model(settings.checkpoint_directory, settings.engine, mmproj)
     if _is_head(model):
-        raise SettingsInvalid(f"model: {model.name} drafts for another model: serve that one, with this as draft_model.")
+        raise SettingsInvalid(
+            f"model: {model.name} drafts for another model: serve that one, with this as draft_model."
+        )
     return model
 
 

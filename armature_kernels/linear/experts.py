@@ -35,11 +35,15 @@ PanelForm = IntPanelLinear | Bf16PanelLinear | Fp32PanelLinear
 
 
 class ExpertForms(NamedTuple):
-    """The forms of an MLP: gate and up [2 * inner, hidden] as one product, or up alone, and down [hidden, inner]."""
+    """The forms of an MLP: gate and up [2 * inner, hidden] as one product, or up alone, and down [hidden, inner].
+
+    `scales_inputs`: the weight, one for each token, is multiplied with the input in place of the result.
+    """
 
     gate_up: LinearForm
     down: LinearForm
     has_gates: bool = True
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +100,10 @@ def _layout(form: PanelForm) -> tuple[int, int, int, int, int, int, bool, bool, 
 class ExpertStack:
     """All experts of a layer in forms that the native operation multiplies."""
 
-    __slots__ = ("down", "gate_up")
+    __slots__ = ("down", "gate_up", "scales_inputs")
 
-    def __init__(self, gate_up: ProductStack, down: ProductStack) -> None:
-        self.gate_up, self.down = gate_up, down
+    def __init__(self, gate_up: ProductStack, down: ProductStack, scales_inputs: bool) -> None:
+        self.gate_up, self.down, self.scales_inputs = gate_up, down, scales_inputs
 
     @classmethod
     def of(cls, experts: Sequence[ExpertForms]) -> ExpertStack | None:
@@ -109,7 +113,7 @@ class ExpertStack:
         gate_up, down = (
             ProductStack.of(forms) for forms in ([one.gate_up for one in experts], [one.down for one in experts])
         )
-        return None if gate_up is None or down is None else cls(gate_up, down)
+        return None if gate_up is None or down is None else cls(gate_up, down, experts[0].scales_inputs)
 
     def add_to(self, hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
         """Add each row's experts of x to hidden (`run_experts_torch`)."""
@@ -118,7 +122,7 @@ class ExpertStack:
         sizes = (x.stride(0), hidden.stride(0), len(x), len(self.gate_up.forms), ids.shape[1])
         arguments = ExpertsArguments(
             *addresses, self.gate_up.arguments(), self.down.arguments(), *sizes, x.dtype == torch.float32,
-            ACTIVATION_CODES[activation],
+            ACTIVATION_CODES[activation], self.scales_inputs,
         )  # fmt: skip
         library = native_library().library
         assert library is not None, "a stack requires the native library"
@@ -130,10 +134,10 @@ class ExpertStack:
 class DeviceExpertStack:
     """All experts of a layer in the memory of a GPU, one after the other."""
 
-    __slots__ = ("down", "down_bias", "gate_up", "gate_up_bias", "has_gates")
+    __slots__ = ("down", "down_bias", "gate_up", "gate_up_bias", "has_gates", "scales_inputs")
 
     def __init__(self, experts: Sequence[ExpertForms]) -> None:
-        self.has_gates = experts[0].has_gates
+        self.has_gates, self.scales_inputs = experts[0].has_gates, experts[0].scales_inputs
         self.gate_up, self.gate_up_bias = _stacked([one.gate_up for one in experts])
         self.down, self.down_bias = _stacked([one.down for one in experts])
 
@@ -149,6 +153,8 @@ class DeviceExpertStack:
         """Add each row's experts of x to hidden (`run_experts_torch`)."""
         from armature_kernels.triton.experts import ExpertBlocks
 
+        if self.scales_inputs:
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         blocks = ExpertBlocks.of(ids, len(self.gate_up))
         gate_up = blocks.multiply(x, self.gate_up, self.gate_up_bias, is_sorted=False)
         gated = (gate if self.has_gates else activate)(gate_up, activation)
@@ -181,6 +187,8 @@ def run_experts_torch(
         weights: fp32 [tokens, top_k].
         activation: Of the gates, or of the inner values of experts without gates.
     """
+    if experts[0].scales_inputs:
+        x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
     results = torch.empty(*ids.shape, hidden.shape[1], device=hidden.device)
     for number, expert in enumerate(experts):
         rows, places = (ids == number).nonzero(as_tuple=True)

@@ -17,7 +17,12 @@ TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content or '' }}{% endfor %}"
     "[assistant]{% if enable_thinking is not defined or enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
 )
-ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Once upon"}], "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+ASK: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Once upon"}],
+    "temperature": 0,
+    "max_tokens": 60,
+    "ignore_eos": True,
+}
 LIMIT = 12
 
 
@@ -106,7 +111,9 @@ def test_other_dialects(server: LiveServer) -> None:
     body: dict[str, Any] = ASK | {"thinking": {"type": "enabled", "budget_tokens": LIMIT}}
     thought, said = post(server, "/v1/messages", body)["content"]
     check(server, thought["thinking"], said["text"])
-    deltas = [event["delta"] for event in events(server, "/v1/messages", body) if event["type"] == "content_block_delta"]
+    deltas = [
+        event["delta"] for event in events(server, "/v1/messages", body) if event["type"] == "content_block_delta"
+    ]
     assert "".join(delta.get("thinking", "") for delta in deltas).strip() == thought["thinking"].strip()
     assert "".join(delta.get("text", "") for delta in deltas).strip() == said["text"].strip()
     body = {"input": "Once upon", "reasoning": {"max_tokens": LIMIT}, "temperature": 0, "max_output_tokens": 60}

@@ -108,7 +108,9 @@ def transformers_drafts(served: Path, head: Path, tokens: list[int], count: int)
     import transformers
 
     target = transformers.Gemma4ForCausalLM.from_pretrained(served, dtype=torch.float32, attn_implementation="eager")
-    own = transformers.Gemma4AssistantForCausalLM.from_pretrained(head, dtype=torch.float32, attn_implementation="eager")
+    own = transformers.Gemma4AssistantForCausalLM.from_pretrained(
+        head, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.inference_mode():
         known = target(torch.tensor([tokens[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
         hidden, place, ids = known.hidden_states[-1][:, -1:], torch.tensor([[len(tokens) - 1]]), [tokens[-1]]
@@ -173,7 +175,10 @@ def test_a_server_drafts_by_the_head_that_is_given(served: Path, head: Path, tmp
     config = json.loads((head / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "backbone_hidden_size": 40}))
     stored = load_file(head / "model.safetensors")
-    wider = {name: torch.zeros(shape) for name, shape in (("pre_projection.weight", (24, 80)), ("post_projection.weight", (40, 24)))}
+    wider = {
+        name: torch.zeros(shape)
+        for name, shape in (("pre_projection.weight", (24, 80)), ("post_projection.weight", (40, 24)))
+    }
     save_file({**stored, **wider}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointInvalid, match="hidden states of 40.*give the head of this model"):
+    with pytest.raises(CheckpointInvalid, match=r"hidden states of 40.*give the head of this model"):
         prepare(Settings(model=served, draft_model=tmp_path))

@@ -238,7 +238,8 @@ class ModelConfig:
         last = {served.windows[layer] is None: layer for layer in range(served.num_layers)}
         sources = [last.get(window is None) for window in self.windows]
         alike = [
-            source is not None and replace(self.heads(layer), keys_are_values=served.heads(source).keys_are_values) == served.heads(source)
+            source is not None
+            and replace(self.heads(layer), keys_are_values=served.heads(source).keys_are_values) == served.heads(source)
             for layer, source in enumerate(sources)
         ]
         ours, theirs = (self.served_size, self.vocab_size), (served.hidden_size, served.vocab_size)
@@ -377,7 +378,7 @@ def _activation(config: ConfigReader, family: DecoderFamily) -> Activation:
 
 def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -> tuple[str, ...]:
     """Return `full_attention` or `sliding_attention` for each layer, from config.json or the family's rule."""
-    plain = ("llama", "mistral", "phi3", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3")
+    plain = ("llama", "mistral", "phi3", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "llama4_text", "llama4")
     reads = family.model_type not in plain and not family.is_hybrid
     if config.has("layer_types") and reads:
         return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))

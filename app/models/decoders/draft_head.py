@@ -1,5 +1,6 @@
-"""Heads that draft for a model. Each reads the hidden state of a position, after the model's last norm, and the embedding of
-the next token, which is the model's, and predicts the token after that one.
+"""Heads that draft for a model: each predicts the token after the next one.
+
+They read the hidden state of a position, after the model's last norm, and the model's embedding of the next token.
 
 `DraftHead` is one layer (multi-token prediction, arXiv 2412.19437, as Qwen 3.5 has it) with the model's output layer.
 `AssistantHead` of Gemma 4 has some layers, which read the model's keys and values, and an output layer of its own.

@@ -22,6 +22,7 @@ from app.models.decoders.family_values import (
     ministral3,
     refuse,
     shared_kv_layers,
+    smollm3,
     without_rope,
 )
 from app.models.decoders.layer_config import AltUpConfig, ExpertsConfig, HeadSizes, NormConfig
@@ -489,6 +490,35 @@ def cohere2_moe(config: ConfigReader, fields: Fields) -> Fields:
         "intermediate_size": dense_size,
         "logit_scale": config.number("logit_scale", 0.0625),
         "ropes": without_rope(fields["ropes"], rotated),
+    }
+
+
+def llama4(config: ConfigReader, fields: Fields) -> Fields:
+    """Read Llama 4 up to the context in which chunks of attention and the scales of queries by position change nothing."""
+    count, size = fields["num_layers"], config.integer("intermediate_size", 8192)
+    config.values.get("layer_types")  # full attention, or in chunks, which are longer than the context
+    lengths = [config.integer("max_position_embeddings"), config.integer("attention_chunk_size", 8192)]
+    floor_scale = config.integer("floor_scale", 8192)
+    config.number("attn_scale", 0.1)
+    if config.boolean("attn_temperature_tuning", True):
+        lengths.append(floor_scale - 1)
+    step, listed = config.integer("interleave_moe_layer_step", 1), config.values.get("moe_layers")
+    sparse = set(config.integers("moe_layers")) if listed is not None else set(range(step - 1, count, step))
+    routing = Routing(
+        config.integer("num_local_experts", 16), config.integer("num_experts_per_tok", 1), "sigmoid", False
+    )
+    if routing.top_k != 1:
+        raise CheckpointInvalid(f"{config.where}: {routing.top_k} experts of each token; supported: 1.")
+    experts = ExpertsConfig(
+        routing, size, tuple(layer in sparse for layer in range(count)), shared_size=size, scales_inputs=True
+    )
+    has_norm = config.boolean("use_qk_norm", True)
+    return {
+        **smollm3(config, fields),
+        **checked_experts(config, experts),
+        "head_norm": fields.get("head_norm") if has_norm else None,
+        "intermediate_size": config.integer("intermediate_size_mlp", 16384),
+        "max_model_len": min(lengths),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from app.models.decoders import expert_values
 from app.models.decoders import family_values as values
-from app.models.decoders.families_experts import EXPERT_FAMILIES
+from app.models.decoders.families_experts import EXPERT_FAMILIES, LLAMA4
 from app.models.decoders.families_layer_norm import LAYER_NORM_FAMILIES
 from app.models.decoders.families_recurrent import RECURRENT_FAMILIES
 from app.models.decoders.family import DecoderFamily, layer_names
@@ -189,7 +189,6 @@ _GEMMA4_UNIFIED = replace(
 )
 
 
-
 def _assistant(family: DecoderFamily, model_type: str, model: str) -> DecoderFamily:
     """Return the family of the draft heads of a model. The clusters of tokens in their files are not read."""
     return replace(
@@ -366,6 +365,7 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
     "Gemma4AssistantForCausalLM": _assistant(_GEMMA4, "gemma4_assistant", "Gemma 4"),
     "Gemma4UnifiedAssistantForCausalLM": _assistant(_GEMMA4_UNIFIED, "gemma4_unified_assistant", "Gemma 4 12B"),
     "Gemma4UnifiedForConditionalGeneration": _text_half(_GEMMA4_UNIFIED, "gemma4_unified", "Gemma 4 12B, text only"),
+    "Llama4ForConditionalGeneration": _text_half(LLAMA4, "llama4", "Llama 4, text only, up to 8,191 tokens of context"),
     "GemmaForCausalLM": DecoderFamily(
         model_type="gemma",
         title="Gemma 1",
@@ -642,7 +642,6 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
         *("InternVLChat", "Phi4Multimodal", "DeepseekVL", "OvisFor", "Molmo", "Pixtral", "Qwen2_5Omni"),
         "Lfm3Vl",
     ),
-    "chunked attention and experts that alternate with dense layers": ("Llama4",),
     "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "weights of one and a half bits": ("BitNet",),
     "a mixture of experts of its own kind": (*("JetMoe", "Dbrx", "LongcatFlash"),),

@@ -120,11 +120,15 @@ class HeadNorm(nn.Module):
 
     def __init__(self, source: str, norm: HeadNormConfig, heads: int, head_dim: int) -> None:
         super().__init__()
-        self.source, self.norm, self.kinds = source, norm, ("weight",) * norm.has_weight
-        self.weight = nn.Parameter(torch.empty(norm.num_weights(heads, head_dim)), requires_grad=False)
+        self.source, self.norm = source, norm
+        self.kinds = ("weight",) * norm.has_weight + ("bias",) * norm.has_bias
+        self.weight = nn.Parameter(
+            torch.empty((1 + norm.has_bias) * norm.num_weights(heads, head_dim)), requires_grad=False
+        )
 
-    def set_weight(self, tensor: Tensor) -> None:
-        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True) + self.norm.offset, requires_grad=False)
+    def set_weight(self, tensor: Tensor, *bias: Tensor) -> None:
+        wide = tensor.to(torch.float32, copy=True) + self.norm.offset
+        self.weight = nn.Parameter(torch.cat((wide, *bias)), requires_grad=False)
 
     def fill(self, weight: float, device: torch.device | None) -> None:
         self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
@@ -240,18 +244,19 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         at, sizes = f"model.layers.{layer}", config.heads(layer)
-        self.layer, self.head_dim, self.norm = config.cache_layer(layer), sizes.head_dim, config.head_norm
+        norm = config.head_norm
+        if norm is not None and norm.with_rope and config.ropes[layer] is None:
+            norm = None
+        self.layer, self.head_dim, self.norm = config.cache_layer(layer), sizes.head_dim, norm
         writes = config.writes_cache(layer)
         self.num_heads, self.num_kv_heads = config.num_heads, sizes.num_kv_heads if writes else 0
         self.read_heads = 0 if writes else sizes.num_kv_heads
         self.qkv, self.out = (linear_of(product, layer) for product in attention_products(config, layer))
         self.query_norm, self.key_norm = (
-            None
-            if config.head_norm is None or not heads
-            else HeadNorm(f"{at}.self_attn.{name}_norm", config.head_norm, heads, sizes.head_dim)
+            None if norm is None or not heads else HeadNorm(f"{at}.self_attn.{name}_norm", norm, heads, sizes.head_dim)
             for name, heads in (("q", self.num_heads), ("k", self.num_kv_heads))
         )
-        has_norm = writes and config.head_norm is not None and config.head_norm.values
+        has_norm = writes and norm is not None and norm.values
         self.value_norm = StoredVector("", "", sizes.head_dim) if has_norm else None  # all weights are 1
         self.spec = AttentionSpec(
             config.attention_scale,
@@ -291,6 +296,7 @@ class Attention(nn.Module):
             self.norm.eps,
             angles,
             subtracts_mean=self.norm.kind == "layer",
+            norm_bias=self.norm.has_bias,
             together=self.norm.scope == "together",
             norm_after_rope=self.norm.after_rope,
             value_norm=None if self.value_norm is None else self.value_norm.weight,
@@ -451,7 +457,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, layer: int) -> None:
         super().__init__()
         at, routing = f"model.layers.{layer}.mlp", experts.routing
-        self.routing, self.activation = routing, config.activation
+        self.routing, self.activation, self.scales_inputs = routing, config.activation, experts.scales_inputs
         sources = (f"{at}.gate", *((f"{at}.shared_expert_gate",) if experts.shared_gate else ()))
         rows = (routing.num_experts, 1)[: len(sources)]
         self.router = Linear(sources, config.hidden_size, sum(rows), experts.router_bias, rows)
@@ -507,8 +513,11 @@ class MixtureOfExperts(nn.Module):
     def _run(
         self, name: str, experts: Iterable[nn.Module], hidden: Tensor, rows: Tensor, ids: Tensor, weights: Tensor
     ) -> None:
+        scales_inputs = self.scales_inputs and name == "experts"
         forms = [
-            ExpertForms(one.gate_up.form, one.down.form, one.is_gated) for one in experts if isinstance(one, DecoderMLP)
+            ExpertForms(one.gate_up.form, one.down.form, one.is_gated, scales_inputs)
+            for one in experts
+            if isinstance(one, DecoderMLP)
         ]
         known = tuple(form for one in forms for form in (one.gate_up, one.down))
         if name not in self._stacks or self._stacks[name][0] != known:  # forms change while weights are packed

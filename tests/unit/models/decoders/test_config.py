@@ -237,7 +237,7 @@ def test_what_is_not_offered_is_refused_by_name(architecture: str, values: dict[
     ("architecture", "need"),
     [
         ("MambaForCausalLM", "state-space layers"),
-        ("Llama4ForCausalLM", "chunked"),
+        ("DbrxForCausalLM", "a mixture of experts of its own kind"),
         ("MllamaForConditionalGeneration", "pictures"),
     ],
 )
