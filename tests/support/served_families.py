@@ -406,6 +406,7 @@ SERVED: Mapping[str, dict[str, Any]] = {
         "prefix_dense_intermediate_size": 56,
     },
     "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": {"text_config": _LLAMA4},
     "GptOssForCausalLM": _GPT_OSS,
     "BloomForCausalLM": _BLOOM,
     "MptForCausalLM": _MPT,
@@ -433,7 +434,10 @@ SERVED: Mapping[str, dict[str, Any]] = {
 }
 # Classes whose other halves need packages that the environment does not have: a checkpoint has the text half of the class
 # below, under the names of published files.
-TEXT_HALVES: Mapping[str, str] = {"Gemma3nForConditionalGeneration": "Gemma3nForCausalLM"}
+TEXT_HALVES: Mapping[str, str] = {
+    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+}
 # Families that are refused by their names.
 # Further forms of these families.
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -638,7 +642,8 @@ def _write_whole(directory: Path, architecture: str) -> None:
         "model.audio_tower.conformer.0.norm",
         "model.embed_audio.embedding",
     )
-    for name in (f"{last}.k_proj", f"{last}.v_proj", f"{last}.k_norm", *others):
+    shared = (f"{last}.k_proj", f"{last}.v_proj", f"{last}.k_norm") if "num_kv_shared_layers" in config else ()
+    for name in (*shared, *others):
         tensors[f"{name}.weight"] = torch.ones(8, 8)
     save_file(tensors, directory / "model.safetensors")
 
