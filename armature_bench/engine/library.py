@@ -81,7 +81,7 @@ def measure_library_steps(job: LibraryJob) -> BenchOutcome:
     measured: dict[str, WayTimes] = {}
     refused: dict[str, str] = {}
     complete, compiler = True, missing_compiler()
-    with progress(len(WAYS), "loading") as advance, torch.inference_mode():
+    with progress(len(WAYS), "loading") as advance, torch.no_grad():
         try:
             for way, precision in WAYS.items():
                 advance(way, 0)

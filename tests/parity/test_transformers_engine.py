@@ -364,3 +364,9 @@ def test_layers_of_one_input_share_a_product_which_is_never_an_older_one() -> No
     assert float(product.part(x, 1)[0, 0]) == 14, "a changed input has another product"
     x.fill_(8)
     assert float(product.part(x, 1)[0, 0]) == 16, "as has one that is asked for again"
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            x = torch.ones(1, 2)
+            assert float(product.part(x, 0)[0, 0]) == 1
+            x[:, :1].add_(3)
+            assert float(product.part(x, 1)[0, 0]) == 8, f"written to between two of its layers, in {mode.__name__}"

@@ -85,7 +85,7 @@ class GenerationRunner(RunsAtOnce):
 
     def run(self, batch: Batch) -> list[SampledTokens]:
         """Compute a batch and return the samples of each row that samples, in order of the spans."""
-        with torch.inference_mode():
+        with torch.no_grad():
             rows = logit_rows_of(batch.spans)
             masks = self._masks.for_step(batch.spans, len(rows))
             self._masks = masks or self._masks
