@@ -73,8 +73,11 @@ def find_task_config(values: Mapping[str, Any]) -> TaskConfig | None:
     """Return the configuration of a class that does tasks; None for other classes, and without transformers."""
     listed = values.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    # The library's pipeline has no prompt for a decoder that reads sounds within one.
+    is_prompted = "text_config" in values and values.get("is_encoder_decoder") is not True
     for name in names:
-        if tasks := _tasks_of(name, generates=values.get("causal") is True):
+        tasks = _tasks_of(name, generates=values.get("causal") is True)
+        if tasks and not (is_prompted and tasks == (SPEECH,)):
             return _read(name, tasks, values)
     return None
 

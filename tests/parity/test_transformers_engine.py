@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,9 +258,16 @@ def test_weights_in_other_formats_give_about_the_same_logits(name: str, architec
 
 
 def test_a_benchmark_measures_each_way_as_it_says(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = {"torch fp32": "fp32", "int8": "int8", "torchao int8": "torchao:Int8DynamicActivationInt8WeightConfig"}
+    ways = {
+        "torch fp32": "fp32",
+        "torch.compile fp32": "fp32",
+        "int8": "int8",
+        "torchao int8": "torchao:Int8DynamicActivationInt8WeightConfig",
+    }
     refused = {} if torch.backends.kleidiai.is_available() else {"torchao int4 KleidiAI": KLEIDI_INT4[32]}
     monkeypatch.setattr(library, "WAYS", ways | refused)
+    monkeypatch.setattr(library, "missing_compiler", lambda: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # the graphs, not their code
     monkeypatch.setattr(library, "STEPS", 2)
     monkeypatch.setattr(library, "PROMPT_TOKENS", 12)
     directory, _ = written("CodeGenForCausalLM")

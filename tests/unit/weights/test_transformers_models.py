@@ -97,6 +97,7 @@ def test_what_transformers_cannot_serve_either_is_refused_by_its_name(
         ({"architectures": ["XLMWithLMHeadModel"]}, "encoder"),  # it fills masks
         ({"architectures": ["XLMWithLMHeadModel"], "causal": True}, "decoder"),
         ({"architectures": ["Qwen2AudioForConditionalGeneration"], "text_config": MAMBA}, "decoder"),
+        ({"architectures": ["VoxtralForConditionalGeneration"], "text_config": MAMBA}, "decoder"),  # of texts alone
     ],
 )
 def test_a_class_of_several_tables_does_what_its_configuration_says(
