@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from app.backends.selection import select_host_backend
 from app.engine.build import BuildRequest
@@ -126,7 +125,7 @@ def _measure(job: LibraryJob, way: str, precision: str) -> WayTimes:
     if way.startswith(COMPILED):
         began = time.perf_counter()
         # Dynamic shapes cannot be compiled for keys that are a part of a larger tensor, which is in the cache too.
-        steps.layer = DynamicLayer
+        steps.has_room = False
         model.forward = torch.compile(model.forward, dynamic=True)
         for rows in job.rows:
             batch, texts = trial_rows(steps, rows, PROMPT_TOKENS)
