@@ -268,7 +268,7 @@ def measured_errors(directory: Path, ways: dict[str, str], patch: pytest.MonkeyP
     return outcome, {figure.name.partition(", ")[2]: figure.parts["error %"] for figure in outcome.figures}
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_benchmark_compiles_a_model(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "missing_compiler", lambda: None)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # graphs, without their code
