@@ -176,7 +176,8 @@ def _stacked(forms: Sequence[LinearForm]) -> StackedWeights | None:
     for number, one in enumerate(rounded):
         assert scales is not None
         one.codes, one.scales = weights[number], scales[number]
-    biases = [form.bias for form in (*plain, *rounded) if form.bias is not None]
+    held: list[DeviceLinear | DeviceInt8Linear] = [*plain, *rounded]
+    biases = [form.bias for form in held if form.bias is not None]
     return StackedWeights(weights, torch.stack(biases) if biases else None, scales)
 
 
