@@ -267,14 +267,15 @@ class Attention(nn.Module):
         self.sinks = StoredVector(f"{at}.self_attn", "sinks", config.num_heads) if config.has_sinks else None
         self.slopes = AlibiSlopes(config.alibi_slopes) if config.alibi_slopes else None
         self.gates = config.num_heads * self.head_dim if config.has_output_gate else 0
+        self.is_last = layer == config.num_layers - 1  # of its result some rows may be taken, whatever a step computes
 
     @property
     def first(self) -> Linear:
         """The product that reads the input of attention; the norm before it writes what it reads."""
         return self.qkv
 
-    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
-        """Map x [tokens, hidden] to the attention output [tokens, heads * head_dim]."""
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Activations:
+        """Map x [tokens, hidden] to the attention output [tokens, heads * head_dim], as `out` reads it except in the last layer."""
         spec = self.spec
         if self.sinks is not None or self.slopes is not None:
             sinks, slopes = (None if one is None else one.weight for one in (self.sinks, self.slopes))
@@ -283,7 +284,8 @@ class Attention(nn.Module):
         if not self.gates:
             return attend(self.layer, self._heads(product, angles), spec)
         mixed = attend(self.layer, self._heads(product[:, self.gates :], angles), spec)
-        return unquantized(gated_norm(mixed, product[:, : self.gates], GatedNorm("sigmoid"), mixed.dtype))
+        group = None if self.is_last else self.out.activation_group(len(mixed))
+        return gated_norm(mixed, product[:, : self.gates], GatedNorm("sigmoid"), mixed.dtype, group)
 
     def _heads(self, product: Tensor, angles: RopeAngles | None) -> QkvHeads:
         sizes = (product, self.num_heads, self.num_kv_heads, self.head_dim)
@@ -368,6 +370,7 @@ class RecurrentMixer(nn.Module):
         self.layer, self.recurrent, self.sizes = sum(recurrent.layers[:layer]), recurrent, sizes
         products = [linear_of(product, layer) for product in state_products(config)]
         self.first, self.inputs, self.out = products[0], products[-2], products[-1]
+        self.is_last = layer == config.num_layers - 1
         source, kinds = filter_kinds(recurrent)
         self.filters = Filters(f"{at}{source}", sizes.width, sizes.channels, kinds)
         self.bias = StoredVector(f"{at}.conv1d", "bias", sizes.channels) if recurrent.conv_bias else None
@@ -375,8 +378,8 @@ class RecurrentMixer(nn.Module):
         self.skips = None if sizes.has_delta else StoredVector(at, "D", sizes.heads)
         self.norm = StoredVector(f"{at}.norm", "weight", recurrent.norm_weights) if recurrent.norm_size else None
 
-    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
-        """Map x [tokens, hidden] to [tokens, heads * value_size]; there are no positions."""
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Activations:
+        """Map x [tokens, hidden] to [tokens, heads * value_size], as `out` reads it except in the last layer."""
         assert isinstance(attend, AttendWithStates), "only such a runner has states"
         inputs, gates = self._inputs(x)
         weights = (one if one is None else one.weight for one in (self.bias, self.rates, self.step_bias, self.skips))
@@ -395,7 +398,8 @@ class RecurrentMixer(nn.Module):
         mixed = attend.recur(self.layer, inputs, recurrence)
         weight, recurrent = None if self.norm is None else self.norm.weight, self.recurrent
         norm = GatedNorm("silu", recurrent.norm_size, weight, recurrent.norm_eps, recurrent.gates_first)
-        return unquantized(gated_norm(mixed, gates, norm, gates.dtype))
+        group = None if self.is_last else self.out.activation_group(len(mixed))
+        return gated_norm(mixed, gates, norm, gates.dtype, group)
 
     def _inputs(self, x: Activations) -> tuple[RecurrentInputs, Tensor]:
         """Return what the recurrence reads, and the gates."""
