@@ -79,16 +79,15 @@ class AssistantHead(nn.Module):
 
     def inputs(self, hidden: Tensor, is_own: bool) -> Tensor:
         """Return what `hidden` reads, FP32, of hidden states before the last norm: the model's, or the head's own."""
-        if is_own:
-            return self.last(read_by(self.last, self.norm(hidden))).float()
-        rows: Tensor = self.served_norm(hidden)
+        rows: Tensor
+        rows = self.last(read_by(self.last, self.norm(hidden))).float() if is_own else self.served_norm(hidden)
         return rows
 
     def hidden(self, context: StepContext) -> Tensor:
         """Compute hidden states FP32 [rows, size] before the last norm; `vectors` of the context has all `inputs`."""
         assert context.vectors is not None, "the head reads hidden states"
         parts = self.embedding(context.token_ids), context.vectors.values
-        rows = self.first(read_by(self.first, torch.cat(parts, 1))).float()
+        rows: Tensor = self.first(read_by(self.first, torch.cat(parts, 1))).float()
         for layer, angles in zip(self.layers, self.angles.by_layer(self.angles(context.positions)), strict=True):
             rows = layer(rows, angles, context.attend, None)
         return rows
