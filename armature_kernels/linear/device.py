@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +85,14 @@ class DeviceLinear:
     def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
         """Return rows of the weight, fp32 [n, in], for ids [n] int64, times a factor."""
         return embedding_rows(self.weight, ids, factor)
+
+
+class StackedWeights(NamedTuple):
+    """The weights of all experts: [experts, outputs, inputs], biases and, with int8 codes, scales [experts, outputs]."""
+
+    weights: Tensor
+    biases: Tensor | None = None
+    scales: Tensor | None = None
 
 
 def copy_bias_to_device(bias: Tensor | None, weight: Tensor) -> Tensor | None:

@@ -21,7 +21,7 @@ from armature_kernels.elementwise.norms import gate
 from armature_kernels.linear.activations import ROW_DTYPES, Activations
 from armature_kernels.linear.bf16_panels import Bf16PanelLinear
 from armature_kernels.linear.bf16_product import WideRows
-from armature_kernels.linear.device import DeviceLinear
+from armature_kernels.linear.device import DeviceLinear, StackedWeights
 from armature_kernels.linear.device_int8 import DeviceInt8Linear
 from armature_kernels.linear.fp32_panels import Fp32PanelLinear
 from armature_kernels.linear.int_panels import IntPanelLinear
@@ -160,14 +160,6 @@ class DeviceExpertStack:
         sorted_results = blocks.multiply(gated, self.down, is_sorted=True)
         results = torch.empty_like(sorted_results).index_copy_(0, blocks.order, sorted_results)
         hidden += (results.view(*ids.shape, -1).float() * weights[..., None]).sum(1)
-
-
-class StackedWeights(NamedTuple):
-    """The weights of all experts: [experts, outputs, inputs], biases and, with int8 codes, scales [experts, outputs]."""
-
-    weights: Tensor
-    biases: Tensor | None = None
-    scales: Tensor | None = None
 
 
 def _stacked(forms: Sequence[LinearForm]) -> StackedWeights | None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from armature_kernels.linear.experts import StackedWeights
+from armature_kernels.linear.device import StackedWeights
 
 _FEW_ROWS, _MANY_ROWS = 16, 64  # of a block; the least that a product takes, and enough to be bound by arithmetic
 _OUTPUTS, _INPUTS = 64, 64  # of a block

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from armature_kernels.linear.experts import StackedWeights
+from armature_kernels.linear.device import StackedWeights
 from armature_kernels.triton.experts import ExpertBlocks
 
 BF16 = torch.bfloat16
