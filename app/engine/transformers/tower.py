@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -193,7 +193,7 @@ class _NoEmbedding(nn.Module):
 
 
 def _processor_class(directory: Path) -> Any:
-    """Return the class of the checkpoint's processor, which needs nothing that only videos need."""
+    """Return the class of the checkpoint's processor."""
     named = (read_optional(directory / name).get("processor_class") for name in _NAMING_FILES)
     model_type = str(read_optional(directory / "config.json").get("model_type"))
     name = next(filter(None, named), None) or PROCESSOR_MAPPING_NAMES.get(model_type)
@@ -201,7 +201,11 @@ def _processor_class(directory: Path) -> Any:
         raise ValueError("no file names its processor")
     if name in PROCESSORS:
         return PROCESSORS[name]
-    kind: Any = getattr(transformers, str(name))
+    return without_videos(getattr(transformers, str(name)))
+
+
+def without_videos(kind: Any) -> Any:
+    """Return a processor's class, or one derived from it that needs nothing that only videos need."""
     if not _NOT_LOADED.intersection(kind.get_attributes()):
         return kind
     module = sys.modules[kind.__module__]
@@ -242,10 +246,16 @@ def _load(directory: Path, kind: Any, dtype: torch.dtype) -> tuple[Any, int]:
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    missing = [name for name in info["missing_keys"] if "lm_head" not in name and "embed_tokens" not in name]
-    if missing:
-        raise ValueError(f"the weights {', '.join(sorted(missing)[:5])} are missing")
+    check_missing(info)
     return model.eval(), int(text.hidden_size)
+
+
+def check_missing(info: Mapping[str, Any], unused: tuple[str, ...] = ()) -> None:
+    """Raise `ValueError` if weights are missing, but for those of the text model and those that begin with `unused`."""
+    texts = ("lm_head", "embed_tokens", "language_model.", "text_model.")
+    found = (name for name in info["missing_keys"] if not any(text in name for text in texts))
+    if missing := sorted(name for name in found if not name.startswith(unused)):
+        raise ValueError(f"the weights {', '.join(missing[:5])} are missing")
 
 
 def _first_line(error: BaseException) -> str:

@@ -41,7 +41,7 @@ _MERGED = re.compile(rf"blk\.(\d+)\.({'|'.join(MERGED_NAMES)})\.(weight|bias)")
 _SINGLE = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
 # Whether llama.cpp divides the weights of a token's experts by their sum, by model type. GLM's files say it.
 RENORMALIZES: Mapping[str, bool] = {
-    "mixtral": True, "granitemoe": True, "qwen2_moe": False, "qwen3_moe": True, "olmoe": False,
+    "mixtral": True, "granitemoe": True, "qwen2_moe": False, "qwen3_moe": True, "qwen3_vl_moe": True, "olmoe": False,
     "gpt_oss": True, "qwen3_next": True, "qwen3_5_moe_text": True, "granitemoehybrid": True, "gemma4_text": True,
 }  # fmt: skip
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3  # `enum llama_expert_gating_func_type`
@@ -149,6 +149,12 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "gemma2": GgufFamily("Gemma2ForCausalLM", "gemma2", is_gemma=True, adds_one=True),
     "gemma3": GgufFamily("Gemma3ForCausalLM", "gemma3_text", is_gemma=True, adds_one=True),
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", "qwen2_moe", has_experts=True),
+    "qwen2vl": GgufFamily("Qwen2VLForConditionalGeneration", "qwen2_vl"),
+    "qwen3vl": GgufFamily("Qwen3VLForConditionalGeneration", "qwen3_vl"),
+    "qwen3vlmoe": GgufFamily("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", has_experts=True),
+    "mistral3": GgufFamily("MistralForCausalLM", "mistral", interleaves_heads=True),
+    "granite": GgufFamily("GraniteForCausalLM", "granite", interleaves_heads=True),
+    "lfm2": GgufFamily("Lfm2ForCausalLM", "lfm2"),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", "qwen3_moe", has_experts=True),
     "olmoe": GgufFamily("OlmoeForCausalLM", "olmoe", has_experts=True),
     "granitemoe": GgufFamily("GraniteMoeForCausalLM", "granitemoe", interleaves_heads=True, has_experts=True),
@@ -305,11 +311,16 @@ def config_values(model: GgufModel) -> dict[str, Any]:
         **_rope(model, read, head_dim),
         **_windows(family, read),
     }
+    if own.get("rope.dimension_sections") and family.model_type.startswith("qwen"):
+        sections = list(model.metadata[f"{name}.rope.dimension_sections"])[:3]
+        scaling = values.get("rope_scaling", {"rope_type": "default"})
+        values["rope_scaling"] = {**scaling, "mrope_section": sections}
+        read.values.get("n_deepstack_layers")  # the picture part decides
     if family.is_gemma:
         values |= _gemma(name, read, hidden_size // heads, head_dim)
     if read.values.get("expert_count"):
         values |= expert_values(family.model_type, read)
-    if family.model_type == "granitemoe":
+    if family.model_type in ("granite", "granitemoe"):
         values |= granite(read, head_dim)
     if family.model_type in READERS:
         values |= READERS[family.model_type](LayerValues(model, read, values["num_hidden_layers"]))
