@@ -48,7 +48,8 @@ class Tower(Protocol):
     cuts_by_number: bool
     joined_tokens: int
 
-    def read(self, data: bytes, field: str, is_alone: bool) -> Vectors: ...
+    def read_all(self, files: Sequence[tuple[bytes, str]], is_alone: bool) -> Sequence[Vectors]:
+        """Return the vectors of pictures, each a file and its field. Those of one size are computed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +103,27 @@ class ChatPictureReader:
                 began = time.monotonic()
                 self._tower = self._load()
                 _LOG.info("the part of the model that reads pictures was loaded in %.1f s", time.monotonic() - began)
-            tower, is_alone = self._tower, len(pictures) == 1
-            return [self._read(tower, picture, is_alone) for picture in pictures]
+            return self._read(self._tower, pictures)
 
-    def _read(self, tower: Tower, picture: Picture, is_alone: bool) -> ReadPicture:
-        began, data = time.monotonic(), _decoded(picture)
-        key = hashlib.sha256(b"1" * (is_alone and tower.cuts_by_number) + data).digest()
-        known = self._known.get(key)
-        vectors = known or tower.read(data, picture.field, is_alone)
-        self.report(known is not None, time.monotonic() - began)
-        if known is None:
-            self._known[key] = vectors
+    def _read(self, tower: Tower, pictures: Sequence[Picture]) -> list[ReadPicture]:
+        is_alone, began = len(pictures) == 1, time.monotonic()
+        salt = b"1" * (is_alone and tower.cuts_by_number)
+        files = [_decoded(picture) for picture in pictures]
+        keys = [hashlib.sha256(salt + data).digest() for data in files]
+        found = {key: self._known[key] for key in keys if key in self._known}
+        missing = {key: place for place, key in reversed(list(enumerate(keys))) if key not in found}
+        made = tower.read_all([(files[place], pictures[place].field) for place in missing.values()], is_alone)
+        seconds = (time.monotonic() - began) / max(1, len(missing))
+        for key, vectors in zip(missing, made, strict=True):
+            found[key] = self._known[key] = vectors
             self._num_bytes += _num_bytes(vectors)
-        self._known.move_to_end(key)
+        for place, key in enumerate(keys):
+            self.report(missing.get(key) != place, seconds)
+            self._known.move_to_end(key)
         while self._num_bytes > CACHED_BYTES:
             self._num_bytes -= _num_bytes(self._known.popitem(last=False)[1])
-        return ReadPicture(vectors, key, tower.token, tower.token_id, tower.joined_tokens)
+        placed = tower.token, tower.token_id, tower.joined_tokens
+        return [ReadPicture(found[key], key, *placed) for key in keys]
 
 
 def check_pictures(reader: ChatPictureReader | None, reason: str, pictures: Sequence[Picture]) -> ChatPictureReader:

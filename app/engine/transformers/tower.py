@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from app.engine.picture_files import read_picture
+from app.engine.picture_files import picture_size, read_picture
 from app.engine.transformers.build import import_library
 from app.engine.transformers.picture_processors import PROCESSORS
 from app.engine.transformers.tower_kernels import use_kernels
@@ -30,6 +30,7 @@ from app.models.decoders.families import DECODER_FAMILIES
 from app.weights.files import read_optional
 
 _LOG = logging.getLogger(__name__)
+_TOGETHER_PIXELS = 4 * 2**20  # of pictures whose vectors are computed together, which bounds the memory
 _NOT_A_VECTOR = 12288.0  # in place of the embeddings of tokens of the text; BF16 has it
 _CUT_BY_NUMBER = ("LlavaOnevisionForConditionalGeneration",)
 _NOT_LOADED = frozenset({"video_processor", "feature_extractor"})  # parts of processors, of videos and sounds
@@ -105,41 +106,55 @@ class PictureTower:
         processor: Any = _processor_class(directory).from_pretrained(directory, local_files_only=True)
         return processor, *_load(directory, getattr(transformers, name), self._dtype)
 
-    def read(self, data: bytes, field: str, is_alone: bool) -> PictureVectors:
-        """Return the vectors of a picture. Raises `InvalidRequest` if it cannot be read."""
-        picture = read_picture(data, field)
+    def read_all(self, files: Sequence[tuple[bytes, str]], is_alone: bool) -> list[PictureVectors]:
+        """Return the vectors of pictures in their order. Raises `InvalidRequest` if one cannot be read."""
+        made: dict[int, PictureVectors] = {}
+        pictures: list[Any] = []
+        places: list[int] = []
+        sizes = [picture_size(data) for data, _ in files]
+        for place in (*sorted(range(len(files)), key=sizes.__getitem__), -1):
+            picture = None if place < 0 else read_picture(*files[place])
+            area = 0 if picture is None else picture.width * picture.height * (len(pictures) + 1)
+            if pictures and (picture is None or picture.size != pictures[0].size or area > _TOGETHER_PIXELS):
+                made |= zip(places, self.read_alike(pictures, files[places[0]][1], is_alone), strict=True)
+                pictures, places = [], []
+            pictures.append(picture)
+            places.append(place)
+        return [made[place] for place in range(len(files))]
+
+    def read_alike(self, pictures: Sequence[Any], field: str, is_alone: bool) -> list[PictureVectors]:
+        """Return the vectors of pictures of one size, which are computed together. Raises `InvalidRequest`."""
         count = 1 if is_alone or not self.cuts_by_number else 2
         try:
             inputs = self._processor(
-                text=[self._processor.image_token * count],
-                images=[[picture] * count],
+                text=[self._processor.image_token * count] * len(pictures),
+                images=[[picture] * count for picture in pictures],
                 return_tensors="pt",
                 add_special_tokens=False,
             )
         except _LIBRARY_ERRORS as error:
-            size = f"{picture.width} x {picture.height}"
+            size = f"{pictures[0].width} x {pictures[0].height}"
             raise InvalidRequest(
                 f"{field}, of {size} pixels, is none for this model: {_first_line(error)}", field
             ) from error
         with torch.inference_mode():
-            found = self._inputs_of_text(inputs)
+            found = self._inputs_of_texts(inputs)
         ids = inputs["input_ids"][0].tolist()
         ids = ids[: len(ids) // count]
         # Words around the tokens of a picture are tokenized with the text beside them.
         places = [place for place, token in enumerate(ids) if token in self._known_tokens]
         first, end = places[0], places[-1] + 1
-        runs = self._runs(found, first, end)
         decode = self._processor.tokenizer.decode
         around = ("", "") if self.joined_tokens else (decode(ids[:first]), decode(ids[end:]))
-        made = PictureVectors(ids[first:end], runs, around)
-        longest = max(run.num_rows for run in made.runs)
+        made = [PictureVectors(ids[first:end], self._runs(one, first, end), around) for one in found]
+        longest = max(run.num_rows for run in made[0].runs)
         if self._joins and longest > self._window:
             raise InvalidRequest(
                 f"{field} has {longest} tokens that see each other, and a layer's window {self._window}.", field
             )
         return made
 
-    def _inputs_of_text(self, inputs: Any) -> _TextInputs:
+    def _inputs_of_texts(self, inputs: Any) -> list[_TextInputs]:
         given: list[dict[str, Any]] = []
 
         def note(module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
@@ -152,13 +167,17 @@ class PictureTower:
         finally:
             hook.remove()
         named = given[0]
-        vectors = named["inputs_embeds"][0].float()
+        vectors = named["inputs_embeds"].float()
         features = named.get("deepstack_visual_embeds") or []
         added = torch.zeros(len(features), *vectors.shape)
         for layer, feature in zip(added, features, strict=True):
-            layer[named["visual_pos_masks"][0]] = feature.float()
+            layer[named["visual_pos_masks"]] = feature.float()
         places = named.get("position_ids")
-        return _TextInputs(vectors, added, places[-3:, 0] if places is not None and places.dim() == 3 else None)
+        axes = places[-3:] if places is not None and places.dim() == 3 else None
+        return [
+            _TextInputs(vectors[row], added[:, row], None if axes is None else axes[:, row])
+            for row in range(len(vectors))
+        ]
 
     def _cast(self, value: Any) -> Any:
         return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

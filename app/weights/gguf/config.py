@@ -308,14 +308,9 @@ def config_values(model: GgufModel) -> dict[str, Any]:
         "use_qk_norm": "blk.0.attn_q_norm.weight" in model.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in model.tensors,
         "rope_theta": read.number("rope.freq_base", 10_000.0),
-        **_rope(model, read, head_dim),
+        **_with_axes(model, family, read, _rope(model, read, head_dim)),
         **_windows(family, read),
     }
-    if own.get("rope.dimension_sections") and family.model_type.startswith("qwen"):
-        sections = list(model.metadata[f"{name}.rope.dimension_sections"])[:3]
-        scaling = values.get("rope_scaling", {"rope_type": "default"})
-        values["rope_scaling"] = {**scaling, "mrope_section": sections}
-        read.values.get("n_deepstack_layers")  # the picture part decides
     if family.is_gemma:
         values |= _gemma(name, read, hidden_size // heads, head_dim)
     if read.values.get("expert_count"):
@@ -370,6 +365,16 @@ def _gemma(name: str, read: ConfigReader, hidden_per_head: int, head_dim: int) -
     elif pattern is not None:
         values["sliding_window_pattern"] = read.integer("attention.sliding_window_pattern")
     return values
+
+
+def _with_axes(model: GgufModel, family: GgufFamily, read: ConfigReader, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the rotary embedding with how many frequencies each of three axes has."""
+    read.values.get("n_deepstack_layers")  # the picture part decides
+    sections = model.metadata.get(f"{model.metadata['general.architecture']}.rope.dimension_sections")
+    if not isinstance(sections, tuple) or not family.model_type.startswith("qwen"):
+        return values
+    scaling = values.get("rope_scaling", {"rope_type": "default"})
+    return values | {"rope_scaling": {**scaling, "mrope_section": list(sections[:3])}}
 
 
 def _rope(model: GgufModel, read: ConfigReader, head_dim: int) -> dict[str, Any]:
