@@ -16,6 +16,7 @@ from app.weights.checkpoint import open_checkpoint
 from app.weights.gguf.projectors import PROJECTORS
 from armature_bench.engine import gguf_file
 from armature_bench.engine.gguf_file import write_shape
+from picture_checkpoints import Reference
 from tiny_checkpoints import CHAT_TEMPLATE, write_checkpoint
 
 ARCHITECTURES = {
@@ -251,9 +252,12 @@ READERS: Mapping[str, tuple[str, str, Any, str, Mapping[str, Any]]] = {
 }
 
 
-def write_reader_gguf(name: str, source: Path, reader: Any, folder: Path, kind: str = "F32") -> tuple[Path, Path]:
+def write_reader_gguf(
+    name: str, source: Path, reference: Reference, folder: Path, kind: str = "F32"
+) -> tuple[Path, Path]:
     """Write a model of `READERS` as llama.cpp has it: the text model, and the file `mmproj` beside it."""
-    values, (architecture, theirs, describe, _, _) = reader.config.to_dict(), READERS[name]
+    reader, (architecture, theirs, describe, _, _) = reference.model, READERS[name]
+    values = reader.config.to_dict()
     text = folder / "text"
     text.mkdir(parents=True)
     config = json.loads((source / "config.json").read_text())["text_config"]
@@ -267,12 +271,13 @@ def write_reader_gguf(name: str, source: Path, reader: Any, folder: Path, kind: 
     (text / "tokenizer.json").write_text(json.dumps(tokenizer))
     model = folder / "reader.gguf"
     convert(text, model, theirs=theirs, describe=lambda writer: describe and describe(writer, values["text_config"]))
-    return model, write_mmproj(name, reader, folder / "mmproj-reader.gguf", kind)
+    return model, write_mmproj(name, reference, folder / "mmproj-reader.gguf", kind)
 
 
-def write_mmproj(name: str, reader: Any, file: Path, kind: str = "F32", **changed: Any) -> Path:
+def write_mmproj(name: str, reference: Reference, file: Path, kind: str = "F32", **changed: Any) -> Path:
     """Write the picture part in the conventions of llama.cpp's converter."""
     *_, projector, further = READERS[name]
+    reader, pictures = reference.model, getattr(reference.processor, "image_processor", None)
     vision = reader.config.vision_config.to_dict()
     parts = dict(_stored_parts(name, reader))
     size, patch = (
@@ -287,8 +292,8 @@ def write_mmproj(name: str, reader: Any, file: Path, kind: str = "F32", **change
         "feed_forward_length": 1,
         "attention.head_count": vision.get("num_heads") or vision["num_attention_heads"],
         "attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6),
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
+        "image_mean": list(getattr(pictures, "image_mean", (0.5,) * 3)),
+        "image_std": list(getattr(pictures, "image_std", (0.5,) * 3)),
         "clip.projector_type": projector,
         **further,
         **changed.get("values", {}),
