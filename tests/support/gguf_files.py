@@ -127,7 +127,8 @@ def write_mixture(folder: Path, architecture: str, **overrides: Any) -> Path:
 
 
 def write_values(writer: gguf.GGUFWriter, config: Any, values: dict[str, Any]) -> None:
-    write_shape(writer, config, config.ropes[-1] or config.ropes[0])
+    full = [rope for rope, window in zip(config.ropes, config.windows, strict=True) if rope and window is None]
+    write_shape(writer, config, [rope for rope in (*full, *reversed(config.ropes)) if rope is not None][0])
     if config.convolution is not None:
         heads = [0 if convolves else config.num_kv_heads for convolves in config.convolution.layers]
         writer.add_head_count_kv(heads)

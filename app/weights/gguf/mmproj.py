@@ -93,6 +93,12 @@ def read_picture_part(file: Path, architecture: str, hidden_size: int) -> Pictur
         )
     _check_sizes(part, file.name, hidden_size)
     described = projector.describe(part)
+    rows, side = (
+        part.shapes.get("v.position_embd.weight", (0,))[0],
+        read.integer("image_size") // read.integer("patch_size"),
+    )
+    if rows and "image_size" in described.vision and rows not in (side * side, side * side + 1):
+        raise CheckpointInvalid(f"{file.name}: v.position_embd.weight has {rows} rows for {side} x {side} patches.")
     tensors: dict[str, tuple[TensorEntry, ...]] = {}
     for name, entry in _named(model, projector, part):
         tensors[name] = (*tensors.get(name, ()), entry)

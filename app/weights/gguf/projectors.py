@@ -220,6 +220,7 @@ def _lfm2(part: PartValues) -> Described:
     """Describe LFM2-VL. What llama.cpp does not write about its tiles is as in the published models."""
     scale, patch = part.read.integer("projector.scale_factor"), part.read.integer("patch_size")
     vision = part.sizes(model_type="siglip2_vision_model", hidden_act="gelu_pytorch_tanh", vision_use_head=False)
+    del vision["image_size"]  # pictures have any size
     vision["num_patches"] = part.shapes.get("v.position_embd.weight", (0,))[0]
     config = {
         "downsample_factor": scale,
