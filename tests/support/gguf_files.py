@@ -128,7 +128,7 @@ def write_mixture(folder: Path, architecture: str, **overrides: Any) -> Path:
 
 def write_values(writer: gguf.GGUFWriter, config: Any, values: dict[str, Any]) -> None:
     full = [rope for rope, window in zip(config.ropes, config.windows, strict=True) if rope and window is None]
-    write_shape(writer, config, [rope for rope in (*full, *reversed(config.ropes)) if rope is not None][0])
+    write_shape(writer, config, next(rope for rope in (*full, *reversed(config.ropes)) if rope))
     if config.convolution is not None:
         heads = [0 if convolves else config.num_kv_heads for convolves in config.convolution.layers]
         writer.add_head_count_kv(heads)
