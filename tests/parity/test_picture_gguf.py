@@ -61,7 +61,7 @@ def test_a_tower_in_bf16_has_nearly_the_same_vectors(written: tuple[Path, Refere
     config, part = checkpoint.model_config, checkpoint.picture_part
     assert isinstance(config, ModelConfig) and part is not None
     towers = [GgufTower(part, checkpoint.location, config, 1.0, dtype) for dtype in ("float32", "bfloat16")]
-    read = [tower.read_all([(file_of(WIDE), "messages")], True)[0].runs[0].data for tower in towers]
+    read = [tower.read_all([(file_of(WIDE), "messages")], True)[0][0].runs[0].data for tower in towers]
     plain, rounded = (numpy.frombuffer(data, "<f4") for data in read)
     assert 0.999 < plain @ rounded / numpy.linalg.norm(plain) / numpy.linalg.norm(rounded) < 1.0
 

@@ -193,10 +193,11 @@ def test_pictures_of_one_size_are_encoded_together(name: str, tmp_path: Path, mo
     together: list[int] = []
     encode = tower.read_alike
     monkeypatch.setattr(tower, "read_alike", lambda shown, *more: together.append(len(shown)) or encode(shown, *more))
-    found = tower.read_all(files, False)
-    assert sorted(together) == [1, 1, 3]
+    others = [(file_of(picture(90, 50, 9)), ""), (b"none", ""), (file_of(picture(40, 41, 9)), "")]
+    found, more = tower.read_all(files, False, others)
+    assert sorted(together) == [1, 1, 4] and [one is None for one in more] == [False, True, True]
     for one, file in zip(found, files, strict=True):
-        alone = tower.read_all([file], False)[0]
+        alone = tower.read_all([file], False)[0][0]
         assert (one.token_ids, one.around) == (alone.token_ids, alone.around)
         for run, other in zip(one.runs, alone.runs, strict=True):
             assert replace(run, data=b"") == replace(other, data=b"")
@@ -268,7 +269,7 @@ def test_a_tower_by_kernels_has_nearly_the_same_vectors(
     for dtype, is_quantized in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         tower = PictureTower(tmp_path, config, 1.0, dtype, is_quantized)
         assert dtype == "float32" or any(isinstance(one, PackedLinear) for one in tower._model.modules())
-        vectors = tower.read_all([(file_of(WIDE), "messages")], True)[0]
+        vectors = tower.read_all([(file_of(WIDE), "messages")], True)[0][0]
         found.append(numpy.concatenate([numpy.frombuffer(run.data, "<f4") for run in vectors.runs]))
     for one, least in zip(found[1:], (0.999, 0.995), strict=True):
         similarity = found[0] @ one / numpy.linalg.norm(found[0]) / numpy.linalg.norm(one)

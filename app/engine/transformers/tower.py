@@ -7,6 +7,7 @@ place of the embeddings of a picture's tokens are the vectors of that picture.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,21 +107,43 @@ class PictureTower:
         processor: Any = _processor_class(directory).from_pretrained(directory, local_files_only=True)
         return processor, *_load(directory, getattr(transformers, name), self._dtype)
 
-    def read_all(self, files: Sequence[tuple[bytes, str]], is_alone: bool) -> list[PictureVectors]:
-        """Return the vectors of pictures in their order. Raises `InvalidRequest` if one cannot be read."""
+    def read_all(
+        self, files: Sequence[tuple[bytes, str]], is_alone: bool, others: Sequence[tuple[bytes, str]] = ()
+    ) -> tuple[list[PictureVectors], list[PictureVectors | None]]:
+        """Return the vectors of pictures in their order, and of those of the `others` that were computed with them.
+
+        Raises `InvalidRequest` if one of `files` cannot be read.
+        """
+        given = [*files, *others]
+        sizes = [picture_size(data) for data, _ in given]
+        wanted = [place for place, size in enumerate(sizes) if place < len(files) or size in sizes[: len(files)]]
         made: dict[int, PictureVectors] = {}
-        pictures: list[Any] = []
-        places: list[int] = []
-        sizes = [picture_size(data) for data, _ in files]
-        for place in (*sorted(range(len(files)), key=sizes.__getitem__), -1):
-            picture = None if place < 0 else read_picture(*files[place])
-            area = 0 if picture is None else picture.width * picture.height * (len(pictures) + 1)
-            if pictures and (picture is None or picture.size != pictures[0].size or area > _TOGETHER_PIXELS):
-                made |= zip(places, self.read_alike(pictures, files[places[0]][1], is_alone), strict=True)
-                pictures, places = [], []
-            pictures.append(picture)
-            places.append(place)
-        return [made[place] for place in range(len(files))]
+        pictures: dict[int, Any] = {}
+        for place in sorted(wanted, key=lambda place: (sizes[place], place)):
+            try:
+                picture = read_picture(*given[place])
+            except InvalidRequest:
+                if place < len(files):
+                    raise
+                continue
+            first = next(iter(pictures.values()), picture)
+            if picture.size != first.size or (len(pictures) + 1) * math.prod(picture.size) > _TOGETHER_PIXELS:
+                made |= self._together(pictures, given, len(files), is_alone)
+                pictures = {}
+            pictures[place] = picture
+        made |= self._together(pictures, given, len(files), is_alone)
+        return [made[place] for place in range(len(files))], [
+            made.get(place) for place in range(len(files), len(given))
+        ]
+
+    def _together(
+        self, pictures: Mapping[int, Any], given: Sequence[tuple[bytes, str]], count: int, is_alone: bool
+    ) -> dict[int, PictureVectors]:
+        """Return the vectors of pictures of one size, by their places; of none if no place is below `count`."""
+        first = next(iter(pictures), count)
+        if first >= count:
+            return {}
+        return dict(zip(pictures, self.read_alike(list(pictures.values()), given[first][1], is_alone), strict=True))
 
     def read_alike(self, pictures: Sequence[Any], field: str, is_alone: bool) -> list[PictureVectors]:
         """Return the vectors of pictures of one size, which are computed together. Raises `InvalidRequest`."""
