@@ -96,6 +96,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         "'qwen2vl_merger', which is not for a LlamaForCausalLM: it is for Qwen2VLForConditionalGeneration",
     ),
     "too many layers": ({"values": {"block_count": 10**6}}, r"tensor v\.blk\.2\.[a-z0-9_.]+ is missing"),
+    "another activation": ({"values": {"clip.use_gelu": False}}, "have GELU, and clip.use_gelu is not true"),
+    "other patches": ({"values": {"image_size": 56}}, "has 16 rows for 8 x 8 patches"),
     "a missing tensor": ({"without": "v.blk.1.ln2.bias"}, r"tensor v\.blk\.1\.ln2\.bias is missing"),
     "a missing projector": ({"without": "mm.model.fc.weight"}, "its projector gives no vectors of 32 values"),
 }

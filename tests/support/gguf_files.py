@@ -225,7 +225,7 @@ READERS: Mapping[str, tuple[str, str, Any, str, Mapping[str, Any]]] = {
     ),
     "Qwen3VLForConditionalGeneration": (
         *("Qwen3ForCausalLM", "qwen3vl", _of_qwen, "qwen3vl_merger"),
-        {**_AREA, "is_deepstack_layers": [True, False, True]},
+        {**_AREA, "is_deepstack_layers": [True, False, True], "clip.use_gelu": True},
     ),
     "Gemma3ForConditionalGeneration": (
         *("Gemma3ForCausalLM", "gemma3", None, "gemma3"),

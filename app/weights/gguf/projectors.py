@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -53,6 +54,13 @@ class PartValues:
             if self.read.boolean(name, False):
                 return activation
         return "quick_gelu"
+
+    @property
+    def gelu(self) -> str:
+        """The activation of a tower that has no other one, by transformers' name. Raises `CheckpointInvalid`."""
+        if self.activation != "gelu":
+            raise CheckpointInvalid(f"{self.read.where}: its towers have GELU, and clip.use_gelu is not true.")
+        return "gelu_pytorch_tanh"
 
     def side(self, default_scale: int | None = None) -> int:
         """Return how many tokens a square picture has in a row."""
@@ -112,7 +120,7 @@ class Projector:
 def _idefics3(part: PartValues) -> Described:
     size, scale = part.read.integer("image_size"), part.read.integer("projector.scale_factor")
     return Described(
-        part.sizes(hidden_act="gelu_pytorch_tanh"),
+        part.sizes(hidden_act=part.gelu),
         {"scale_factor": scale, "pad_token_id": None},
         {
             "size": {"longest_edge": part.read.integer("preproc_image_size", size)},
@@ -145,7 +153,7 @@ def _qwen2(part: PartValues) -> Described:
     vision = part.merges()
     width, inner = vision.pop("hidden_size"), vision.pop("intermediate_size")
     hidden = part.shapes.get("mm.2.weight", (0,))[0]
-    vision |= {"embed_dim": width, "mlp_ratio": inner // width, "hidden_size": hidden}
+    vision |= {"embed_dim": width, "mlp_ratio": inner // width, "hidden_size": hidden, "hidden_act": part.activation}
     return Described(vision, pictures=part.area(56 * 56, 28 * 28 * 16384))
 
 
@@ -165,7 +173,7 @@ def _qwen3(part: PartValues) -> Described:
         "out_hidden_size": part.shapes.get("mm.2.weight", (0,))[0],
         "num_position_embeddings": part.shapes.get("v.position_embd.weight", (0,))[0],
         "deepstack_visual_indexes": [layer for layer, is_deep in enumerate(deep) if is_deep],
-        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_act": part.gelu,
     }
     return Described(vision, pictures=part.area(2**16, 2**24))
 
@@ -173,7 +181,7 @@ def _qwen3(part: PartValues) -> Described:
 def _gemma3(part: PartValues) -> Described:
     size, tokens = part.read.integer("image_size"), part.side(4) ** 2
     return Described(
-        part.sizes(hidden_act="gelu_pytorch_tanh", vision_use_head=False),
+        part.sizes(hidden_act=part.gelu, vision_use_head=False),
         {"mm_tokens_per_image": tokens},
         {"size": {"height": size, "width": size}},
         {"image_seq_length": tokens},
@@ -219,7 +227,7 @@ def _pixtral(part: PartValues) -> Described:
 def _lfm2(part: PartValues) -> Described:
     """Describe LFM2-VL. What llama.cpp does not write about its tiles is as in the published models."""
     scale, patch = part.read.integer("projector.scale_factor"), part.read.integer("patch_size")
-    vision = part.sizes(model_type="siglip2_vision_model", hidden_act="gelu_pytorch_tanh", vision_use_head=False)
+    vision = part.sizes(model_type="siglip2_vision_model", hidden_act=part.gelu, vision_use_head=False)
     del vision["image_size"]  # pictures have any size
     vision["num_patches"] = part.shapes.get("v.position_embd.weight", (0,))[0]
     config = {
