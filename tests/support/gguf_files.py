@@ -301,7 +301,7 @@ def write_mmproj(name: str, reference: Reference, file: Path, kind: str = "F32",
     }
     writer = gguf.GGUFWriter(file, "clip")
     writer.add_type("mmproj")
-    add = {
+    add: dict[type, Any] = {
         bool: writer.add_bool,
         int: writer.add_uint32,
         float: writer.add_float32,
