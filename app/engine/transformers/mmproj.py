@@ -63,7 +63,7 @@ class GgufTower(PictureTower):
         ids = {token: tokenizer.convert_tokens_to_ids(word) for token, word in part.projector.tokens.items()}
         rope = next((rope for rope in text.ropes if rope is not None and rope.axes), None)
         sections = {} if rope is None else {"mrope_section": [rope.axes.count(axis) for axis in range(3)]}
-        inner = {
+        inner: dict[str, Any] = {
             "hidden_size": text.hidden_size,
             "num_hidden_layers": 0,
             "num_attention_heads": text.num_heads,
