@@ -200,7 +200,8 @@ def test_pictures_of_one_size_are_encoded_together(name: str, tmp_path: Path, mo
         alone = tower.read_all([file], False)[0][0]
         assert (one.token_ids, one.around) == (alone.token_ids, alone.around)
         for run, other in zip(one.runs, alone.runs, strict=True):
-            assert replace(run, data=b"") == replace(other, data=b"")
+            ours, theirs = ((each.start, each.num_rows, each.places, each.block) for each in (run, other))
+            assert ours == theirs
             pair = (numpy.frombuffer(each.data, "<f4") for each in (run, other))
             numpy.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-4)
 
