@@ -27,9 +27,11 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
-    "MistralForCausalLM": "mistral3",
-    "GraniteForCausalLM": "granite",
-    "Lfm2ForCausalLM": "lfm2",
+}
+# Further text models of `READERS`.
+TEXT_ARCHITECTURES = {
+    **ARCHITECTURES,
+    **{"MistralForCausalLM": "mistral3", "GraniteForCausalLM": "granite", "Lfm2ForCausalLM": "lfm2"},
 }
 # Names in a layer, in the order of the checks: the first that occurs in a tensor's name is used.
 NAMES = {
@@ -85,7 +87,7 @@ def convert(
     `theirs`: llama.cpp's name for an architecture whose layers are those of the checkpoint. `describe` adds values.
     """
     config = open_checkpoint(source).decoder
-    writer = gguf.GGUFWriter(file, theirs or ARCHITECTURES[config.architecture], **options)
+    writer = gguf.GGUFWriter(file, theirs or TEXT_ARCHITECTURES[config.architecture], **options)
     write_values(writer, config, json.loads((source / "config.json").read_text()))
     describe(writer)
     write_tokenizer(writer, source)
@@ -160,7 +162,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, source: Path) -> None:
 def write_tensor(writer: gguf.GGUFWriter, config: Any, name: str, tensor: torch.Tensor, kind: str) -> None:
     values = tensor.float().numpy()
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-    if heads and ARCHITECTURES[config.architecture] in ("llama", "smollm3", "mistral3", "granite"):
+    if heads and TEXT_ARCHITECTURES[config.architecture] in ("llama", "smollm3", "mistral3", "granite"):
         values = swap_halves(values, heads)
     if name.endswith("norm.weight"):
         values = values + np.float32(config.norm.offset)
