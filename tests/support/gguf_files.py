@@ -31,7 +31,9 @@ ARCHITECTURES = {
 # Further text models of `READERS`.
 TEXT_ARCHITECTURES = {
     **ARCHITECTURES,
-    **{"MistralForCausalLM": "mistral3", "GraniteForCausalLM": "granite", "Lfm2ForCausalLM": "lfm2"},
+    "MistralForCausalLM": "mistral3",
+    "GraniteForCausalLM": "granite",
+    "Lfm2ForCausalLM": "lfm2",
 }
 # Names in a layer, in the order of the checks: the first that occurs in a tensor's name is used.
 NAMES = {
