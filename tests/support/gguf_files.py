@@ -252,6 +252,7 @@ READERS: Mapping[str, tuple[str, str, Any, str, Mapping[str, Any]]] = {
             "preproc_max_tiles": 2,
             "image_min_pixels": 3 * 14**2,
             "image_max_pixels": 6 * 14**2,
+            "clip.use_gelu": True,
         },
     ),
 }
