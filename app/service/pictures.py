@@ -23,8 +23,7 @@ from app.service.requests import Picture
 _LOG = logging.getLogger(__name__)
 CACHED_BYTES = 2**28  # of vectors: about a hundred pictures of a small model, or five of a large one
 
-# Together, four pictures of 448 x 448 take 0.7 of their CPU time (BF16, towers of SmolVLM-500M and of Qwen3-VL's shape),
-# and the first one waits for the others.
+# Pictures of other requests for which one may wait; the tower has a limit of pixels.
 _MAX_OTHERS = 3
 
 
