@@ -19,6 +19,18 @@ _DAMAGED = (
 )  # fmt: skip
 
 
+def picture_size(data: bytes) -> tuple[int, int]:
+    """Return the width and height in a file's header; 0 if it cannot be read."""
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None  # it would warn; `read_picture` checks the size
+    try:
+        width, height = Image.open(io.BytesIO(data), formats=_FORMATS).size
+    except _DAMAGED:
+        return 0, 0
+    return int(width), int(height)
+
+
 def read_picture(data: bytes, field: str = "inputs") -> Any:
     """Return a picture as 8-bit RGB, upright, on white where it is transparent. Raises `InvalidRequest`."""
     from PIL import Image, ImageOps, UnidentifiedImageError

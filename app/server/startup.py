@@ -389,7 +389,7 @@ def picture_reader(prepared: Prepared) -> ChatPictureReader | str:
         if part is not None:
             from app.engine.transformers.mmproj import GgufTower
 
-            return GgufTower(part, checkpoint.location, config, dtype, is_quantized)
+            return GgufTower(part, checkpoint.location, config, scale, dtype, is_quantized)
         return PictureTower(checkpoint.directory, config, scale, dtype, is_quantized)
 
     return ChatPictureReader(load, settings.max_images, settings.allow_image_urls)

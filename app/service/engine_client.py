@@ -142,7 +142,8 @@ class EngineClient:
         reader = check_pictures(model.pictures, model.no_pictures, pictures)
         try:
             async with asyncio.timeout(self.timeout_seconds), reader.fetcher.fetched(pictures) as given:
-                return await self._pictures.run(sum(len(one.data) for one in given), reader.read, given)
+                with reader.waiting(given):
+                    return await self._pictures.run(sum(len(one.data) for one in given), reader.read, given)
         except TimeoutError as error:
             raise _slow_prompt() from error
 

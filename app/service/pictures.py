@@ -10,7 +10,8 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,9 @@ from app.service.requests import Picture
 
 _LOG = logging.getLogger(__name__)
 CACHED_BYTES = 2**28  # of vectors: about a hundred pictures of a small model, or five of a large one
+
+# Pictures of other requests for which one may wait; the tower has a limit of pixels.
+_MAX_OTHERS = 3
 
 
 class Vectors(Protocol):
@@ -48,7 +52,13 @@ class Tower(Protocol):
     cuts_by_number: bool
     joined_tokens: int
 
-    def read(self, data: bytes, field: str, is_alone: bool) -> Vectors: ...
+    def read_all(
+        self, files: Sequence[tuple[bytes, str]], is_alone: bool, others: Sequence[tuple[bytes, str]] = ()
+    ) -> tuple[Sequence[Vectors], Sequence[Vectors | None]]:
+        """Return the vectors of pictures, each a file and its field. Those of one size are computed together.
+
+        Of the `others`, those that are of the size of one of `files` may be computed with it.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +104,8 @@ class ChatPictureReader:
         self._tower: Tower | None = None
         self._known: OrderedDict[bytes, Vectors] = OrderedDict()
         self._num_bytes = 0
+        self._new: dict[bytes, float] = {}  # the seconds that vectors took which no request has had
+        self._waiting: list[Picture] = []
 
     def read(self, pictures: Sequence[Picture]) -> list[ReadPicture]:
         """Return the vectors of a request's pictures. Raises an `InvalidRequest` that names the field."""
@@ -102,22 +114,58 @@ class ChatPictureReader:
                 began = time.monotonic()
                 self._tower = self._load()
                 _LOG.info("the part of the model that reads pictures was loaded in %.1f s", time.monotonic() - began)
-            tower, is_alone = self._tower, len(pictures) == 1
-            return [self._read(tower, picture, is_alone) for picture in pictures]
+            return self._read(self._tower, pictures)
 
-    def _read(self, tower: Tower, picture: Picture, is_alone: bool) -> ReadPicture:
-        began, data = time.monotonic(), _decoded(picture)
-        key = hashlib.sha256(b"1" * (is_alone and tower.cuts_by_number) + data).digest()
-        known = self._known.get(key)
-        vectors = known or tower.read(data, picture.field, is_alone)
-        self.report(known is not None, time.monotonic() - began)
-        if known is None:
-            self._known[key] = vectors
-            self._num_bytes += _num_bytes(vectors)
-        self._known.move_to_end(key)
+    @contextmanager
+    def waiting(self, pictures: Sequence[Picture]) -> Iterator[None]:
+        """Let pictures be read with those of requests before, while the context is open."""
+        self._waiting += pictures
+        try:
+            yield
+        finally:
+            for picture in pictures:
+                self._waiting.remove(picture)
+
+    def _read(self, tower: Tower, pictures: Sequence[Picture]) -> list[ReadPicture]:
+        is_alone, began = len(pictures) == 1, time.monotonic()
+        salt = b"1" * (is_alone and tower.cuts_by_number)
+        files = [_decoded(picture) for picture in pictures]
+        keys = [hashlib.sha256(salt + data).digest() for data in files]
+        found = {key: self._known[key] for key in keys if key in self._known}
+        missing = {key: keys.index(key) for key in keys if key not in found}
+        others = {} if tower.cuts_by_number or not missing else self._others(keys)
+        asked = [(files[place], pictures[place].field) for place in missing.values()]
+        own, ahead = tower.read_all(asked, is_alone, list(others.values())) if asked else ((), ())
+        made = [*own, *ahead]
+        seconds = (time.monotonic() - began) / max(1, len(made) - made.count(None))
+        for key, vectors in zip((*missing, *others), made, strict=True):
+            if vectors is not None:
+                found[key] = self._known[key] = vectors
+                self._new[key] = seconds
+                self._num_bytes += _num_bytes(vectors)
+        for key in keys:
+            new = self._new.pop(key, None)
+            self.report(new is None, new or 0.0)
+            self._known.move_to_end(key)
         while self._num_bytes > CACHED_BYTES:
-            self._num_bytes -= _num_bytes(self._known.popitem(last=False)[1])
-        return ReadPicture(vectors, key, tower.token, tower.token_id, tower.joined_tokens)
+            key, vectors = self._known.popitem(last=False)
+            self._new.pop(key, None)
+            self._num_bytes -= _num_bytes(vectors)
+        placed = tower.token, tower.token_id, tower.joined_tokens
+        return [ReadPicture(found[key], key, *placed) for key in keys]
+
+    def _others(self, keys: Sequence[bytes]) -> dict[bytes, tuple[bytes, str]]:
+        """Return pictures of requests that wait and are not known, by their keys."""
+        found: dict[bytes, tuple[bytes, str]] = {}
+        for picture in self._waiting[: len(keys) + _MAX_OTHERS]:
+            try:
+                data = _decoded(picture)
+            except InvalidRequest:
+                continue
+            key = hashlib.sha256(data).digest()
+            if key not in self._known and key not in keys:
+                found[key] = data, picture.field
+        return dict(list(found.items())[:_MAX_OTHERS])
 
 
 def check_pictures(reader: ChatPictureReader | None, reason: str, pictures: Sequence[Picture]) -> ChatPictureReader:

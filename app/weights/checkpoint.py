@@ -41,7 +41,7 @@ from app.weights.forms import (
     stored_type,
 )
 from app.weights.gguf.config import config_values, family_of
-from app.weights.gguf.mmproj import PicturePart, find_picture_part
+from app.weights.gguf.mmproj import PicturePart, find_picture_part, whole_config
 from app.weights.gguf.reader import find_gguf, read_gguf
 from app.weights.gguf.tensors import checkpoint_tensors
 from app.weights.gguf.tokenizer import check_tokenizer
@@ -239,13 +239,14 @@ def _open_gguf(file: Path, mmproj: Path | None) -> Checkpoint:
     model = read_gguf(file)
     family, config = family_of(model), config_values(model)
     try:
-        model_config = ModelConfig.from_hf(config)
+        part = find_picture_part(model.file, family.architecture, config["hidden_size"], mmproj)
+        values = whole_config(config, family.architecture if part is None else part.reader)
+        model_config = ModelConfig.from_hf(values)
         tensors = decoder_tensors(model_config, checkpoint_tensors(model, family, config))
     except CheckpointInvalid as error:
         raise CheckpointInvalid(error.message.replace("config.json", f"the metadata of {model.file.name}")) from error
     check_tokenizer(model)
-    part = find_picture_part(model.file, model_config.hidden_size, mmproj)
-    return Checkpoint(model.file.parent, config, {}, model_config, tensors, gguf=model.file, picture_part=part)
+    return Checkpoint(model.file.parent, values, {}, model_config, tensors, gguf=model.file, picture_part=part)
 
 
 def _open_directory(directory: Path, engine: EngineChoice) -> Checkpoint:

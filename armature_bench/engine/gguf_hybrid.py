@@ -70,6 +70,9 @@ def write_hybrid_values(writer: Any, config: ModelConfig) -> None:
         if config.experts is not None:
             writer.add_expert_shared_feed_forward_length(config.experts.shared_size)
         writer.add_feed_forward_length([0 if config.has_mixer(layer) else inner for layer in layers])
+    if config.convolution is not None:
+        writer.add_shortconv_l_cache(config.convolution.width)
+        writer.add_head_count_kv([0 if short else config.num_kv_heads for short in config.convolution.layers])
     if family.model_type == "gemma4_text":
         _write_gemma4(writer, config)
 
@@ -138,7 +141,7 @@ def gguf_arrays(config: ModelConfig, name: str, values: NDArray[Any]) -> Arrays:
             part = -np.exp(part)
         if family.adds_one and name.endswith("norm.weight") and piece != "ssm_norm":
             part = part + np.float32(1)
-        part = part.reshape(part.shape[0], part.shape[2]) if piece == "ssm_conv1d" and part.ndim == 3 else part
+        part = part.reshape(part.shape[0], part.shape[2]) if part.ndim == 3 and part.shape[1] == 1 else part
         part = _reordered(config, family, piece, part)
         if config.recurrent is not None and not config.recurrent.sizes.has_delta:
             part = part.reshape(-1, 1) if own in ("ssm_a", "ssm_d") else part
@@ -199,7 +202,8 @@ def _name_there(config: ModelConfig, name: str, family: GgufFamily) -> str:
     if merged is not None:
         return merged
     stem, _, kind = name.rpartition(".")
-    others = {ours: theirs for theirs, ours in tensors.OTHER_NAMES.items()}
+    own_names = tensors.NAMES.get(family.model_type, {})
+    others = {ours: theirs for theirs, ours in {**tensors.OTHER_NAMES, **own_names}.items()}
     if stem in others:
         return f"{others[stem]}.{kind}"
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
@@ -214,7 +218,7 @@ def _name_there(config: ModelConfig, name: str, family: GgufFamily) -> str:
         return f"blk.{layer}.{vectors[kind]}"
     if part.endswith(".in_proj_ba"):
         return f"blk.{layer}.ssm_ba.{kind}"
-    theirs = {ours: one for one, ours in {**tensors.LAYER_NAMES, **tensors.NAMES.get(family.model_type, {})}.items()}
+    theirs = {ours: one for one, ours in {**tensors.LAYER_NAMES, **own_names}.items()}
     if family.model_type == "falcon_h1" and part == "post_attention_layernorm":
         return f"blk.{layer}.ffn_norm"
     return f"blk.{layer}.{theirs[part]}.{kind}"

@@ -155,6 +155,9 @@ def test_what_llama_cpps_own_tests_ask_of_chats(running: LiveServer, files: str)
 
 
 def test_llama_cpps_prompts_with_pictures(running: LiveServer) -> None:
+    for path in ("/models", "/v1/models"):
+        able = running.client.get(path).json()["models"]
+        assert able == [{"name": "tiny", "model": "tiny", "capabilities": ["completion", "multimodal"]}]
     encoded = data_url().partition(",")[2]
     question = "What is <__media__>?"
 

@@ -12,47 +12,56 @@ import pytest
 from app.engine.transformers.mmproj import GgufTower
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
-from app.service.prompt import render_chat
 from app.service.served_model import ServedDecoder
 from app.weights.checkpoint import open_checkpoint
-from gguf_files import write_mmproj, write_reader_gguf
-from picture_checkpoints import Reference, template, write_reader
+from gguf_files import READERS, write_mmproj, write_reader_gguf
+from picture_checkpoints import FORMS, Reference, template, write_reader
 from tests.parity.test_pictures import TALKS, WIDE, Served, file_of, serve
 
 NAME = "SmolVLMForConditionalGeneration/llama"
 
 
+def written_as(name: str, folder: Path) -> tuple[Path, Reference]:
+    # What the published models have and files do not say.
+    text = {"Mistral3": {"sliding_window": None}, "Gemma3": {"query_pre_attn_scalar": 8}}.get(
+        name.partition("For")[0], {}
+    )
+    return folder / "model", write_reader(folder / "model", name, **text)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
-    source = tmp_path_factory.mktemp("reader") / "model"
-    return source, write_reader(source, NAME)
+    return written_as(NAME, tmp_path_factory.mktemp("reader"))
 
 
-@pytest.mark.parametrize("kind", ["F32", pytest.param("F16", marks=pytest.mark.full)])
-def test_the_text_is_that_of_the_checkpoint(written: tuple[Path, Reference], tmp_path: Path, kind: str) -> None:
-    source, reference = written
-    model, _ = write_reader_gguf(source, tmp_path, kind)
-    (tmp_path / "chat.jinja").write_text(template("<image>"))
-    one: Served = serve(model, reference, cache_dir=tmp_path / "cache", chat_template=tmp_path / "chat.jinja")
+def started(model: Path, name: str, reference: Reference, folder: Path) -> Served:
+    (folder / "chat.jinja").write_text(template(FORMS[name]()[2]))
+    one: Served = serve(model, reference, cache_dir=folder / "cache", chat_template=folder / "chat.jinja")
     assert isinstance(one.model, ServedDecoder) and one.model.pictures is not None, one.model.no_pictures
+    return one
+
+
+@pytest.mark.parametrize(
+    "name", [NAME, *(pytest.param(name, marks=pytest.mark.full) for name in READERS if name != NAME)]
+)
+def test_the_text_is_that_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    source, reference = written_as(name, tmp_path)
+    model, _ = write_reader_gguf(name, source, reference, tmp_path / "gguf")
+    one = started(model, name, reference, tmp_path)
     try:
-        rendered = render_chat(one.model, one.request(TALKS["two"]).messages or (), {})
-        assert rendered.count("<image>") == 2
-        texts = one.texts(list(TALKS.values()))
-        if kind == "F32":
-            assert texts == [one.expected(talk) for talk in TALKS.values()]
-        else:
-            assert texts[-1] == one.expected(TALKS["text"]), "the text model has other weights"
+        assert one.texts([TALKS["text"]]) == [one.expected(TALKS["text"])], "the text model has other weights"
+        talks = [TALKS["two"], TALKS["earlier"]]
+        assert one.texts(talks) == [one.expected(talk) for talk in talks]
     finally:
         one.model.close()
 
 
 def test_a_tower_in_bf16_has_nearly_the_same_vectors(written: tuple[Path, Reference], tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write_reader_gguf(written[0], tmp_path)[0])
+    checkpoint = open_checkpoint(write_reader_gguf(NAME, written[0], written[1], tmp_path, "F16")[0])
     config, part = checkpoint.model_config, checkpoint.picture_part
     assert isinstance(config, ModelConfig) and part is not None
-    towers = [GgufTower(part, checkpoint.location, config, dtype) for dtype in ("float32", "bfloat16")]
-    read = [tower.read(file_of(WIDE), "messages", True).runs[0].data for tower in towers]
+    towers = [GgufTower(part, checkpoint.location, config, 1.0, dtype) for dtype in ("float32", "bfloat16")]
+    read = [tower.read_all([(file_of(WIDE), "messages")], True)[0][0].runs[0].data for tower in towers]
     plain, rounded = (numpy.frombuffer(data, "<f4") for data in read)
     assert 0.999 < plain @ rounded / numpy.linalg.norm(plain) / numpy.linalg.norm(rounded) < 1.0
 
@@ -60,8 +69,8 @@ def test_a_tower_in_bf16_has_nearly_the_same_vectors(written: tuple[Path, Refere
 def test_which_file_is_the_picture_part(
     written: tuple[Path, Reference], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, _ = written
-    model, part = write_reader_gguf(source, tmp_path)
+    source, reference = written
+    model, part = write_reader_gguf(NAME, source, reference, tmp_path)
     found = open_checkpoint(tmp_path).picture_part
     assert found is not None and found.file == part, "a directory with a model and its part is one model"
     other = part.rename(tmp_path / "part.gguf")
@@ -69,7 +78,7 @@ def test_which_file_is_the_picture_part(
     given = open_checkpoint(model, mmproj=other).picture_part
     assert given is not None and given.file == other
     for name in ("mmproj-a.gguf", "model.mmproj-f16.gguf"):
-        write_mmproj(source, tmp_path / name)
+        write_mmproj(NAME, reference, tmp_path / name)
     with caplog.at_level(logging.WARNING):
         assert open_checkpoint(model).picture_part is None
     assert "name one with --mmproj" in caplog.text
@@ -78,23 +87,26 @@ def test_which_file_is_the_picture_part(
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "another projector": ({"projector": "mlp"}, "a projector of type 'mlp'; supported is 'idefics3'"),
-    "too many layers": ({"layers": 10**6}, r"v\.blk\.999999\.ffn_down\.weight is missing"),
-    "a missing tensor": (
-        {"without": "model.vision_model.encoder.layers.1.layer_norm2.bias"},
-        "has 31 tensors in layers, and 2 layers have 32",
+    "another projector": (
+        {"values": {"clip.projector_type": "glm4v"}},
+        "a projector of type 'glm4v'; supported are idefics3, mlp, qwen2vl_merger",
     ),
-    "a missing projector": (
-        {"without": "model.connector.modality_projection.proj.weight"},
-        r"mm\.model\.fc\.weight is missing",
+    "of another model": (
+        {"values": {"clip.projector_type": "qwen2vl_merger"}},
+        "'qwen2vl_merger', which is not for a LlamaForCausalLM: it is for Qwen2VLForConditionalGeneration",
     ),
+    "too many layers": ({"values": {"block_count": 10**6}}, r"tensor v\.blk\.2\.[a-z0-9_.]+ is missing"),
+    "another activation": ({"values": {"clip.use_gelu": False}}, "have GELU, and clip.use_gelu is not true"),
+    "other patches": ({"values": {"image_size": 56}}, "has 16 rows for 8 x 8 patches"),
+    "a missing tensor": ({"without": "v.blk.1.ln2.bias"}, r"tensor v\.blk\.1\.ln2\.bias is missing"),
+    "a missing projector": ({"without": "mm.model.fc.weight"}, "its projector gives no vectors of 32 values"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_file_that_does_not_fit_is_refused(name: str, written: tuple[Path, Reference], tmp_path: Path) -> None:
     changed, reason = FAULTS[name]
-    model, part = write_reader_gguf(written[0], tmp_path)
+    model, part = write_reader_gguf(NAME, written[0], written[1], tmp_path)
     with pytest.raises(CheckpointInvalid, match=reason):
-        open_checkpoint(model, mmproj=write_mmproj(written[0], part, **changed))
+        open_checkpoint(model, mmproj=write_mmproj(NAME, written[1], part, **changed))
     assert open_checkpoint(model).picture_part is None, "one that only lies there stops no start"

@@ -177,6 +177,35 @@ def test_a_device_has_the_same_text(
     assert one.texts(talks) == expected, "with what the first ones left in the prefix cache"
 
 
+TOGETHER = ("Lfm2", "Mistral3", "InternVL", "LlavaOnevision", "Gemma4", "PaliGemma", "Qwen2_5", "Glm4v", "Ovis2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*FAST, *(pytest.param(name, marks=pytest.mark.full) for name in FORMS if name.startswith(TOGETHER))],
+)
+def test_pictures_of_one_size_are_encoded_together(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_reader(tmp_path, name)
+    config = prepare(Settings(model=tmp_path, cache_dir=tmp_path / "cache")).checkpoint.model_config
+    assert isinstance(config, ModelConfig)
+    tower = PictureTower(tmp_path, config)
+    files = [(file_of(one), "messages") for one in (WIDE, SMALL, picture(90, 50, 7), TALL, picture(90, 50, 8))]
+    together: list[int] = []
+    encode = tower.read_alike
+    monkeypatch.setattr(tower, "read_alike", lambda shown, *more: together.append(len(shown)) or encode(shown, *more))
+    others = [(file_of(picture(90, 50, 9)), ""), (b"none", ""), (file_of(picture(40, 41, 9)), "")]
+    found, more = tower.read_all(files, False, others)
+    assert sorted(together) == [1, 1, 4] and [one is None for one in more] == [False, True, True]
+    for one, file in zip(found, files, strict=True):
+        alone = tower.read_all([file], False)[0][0]
+        assert (one.token_ids, one.around) == (alone.token_ids, alone.around)
+        for run, other in zip(one.runs, alone.runs, strict=True):
+            ours, theirs = ((each.start, each.num_rows, each.places, each.block) for each in (run, other))
+            assert ours == theirs
+            pair = (numpy.frombuffer(each.data, "<f4") for each in (run, other))
+            numpy.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", [FAST[0], AXES, BLOCKS])
 def test_the_second_question_computes_neither_the_picture_nor_its_tokens_again(
     name: str, served: Callable[..., Served]
@@ -241,7 +270,7 @@ def test_a_tower_by_kernels_has_nearly_the_same_vectors(
     for dtype, is_quantized in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         tower = PictureTower(tmp_path, config, 1.0, dtype, is_quantized)
         assert dtype == "float32" or any(isinstance(one, PackedLinear) for one in tower._model.modules())
-        vectors = tower.read(file_of(WIDE), "messages", True)
+        vectors = tower.read_all([(file_of(WIDE), "messages")], True)[0][0]
         found.append(numpy.concatenate([numpy.frombuffer(run.data, "<f4") for run in vectors.runs]))
     for one, least in zip(found[1:], (0.999, 0.995), strict=True):
         similarity = found[0] @ one / numpy.linalg.norm(found[0]) / numpy.linalg.norm(one)

@@ -107,6 +107,12 @@ GEMMA_EXPERTS = {
     "top_k_experts": 3,
     "moe_intermediate_size": 32,
 }
+LFM2 = {
+    **SIZES,
+    "head_dim": 16,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_auto_adjust_ff_dim": False,
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35": ("Qwen3_5ForCausalLM", DELTA),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", {**DELTA, **EXPERTS}),
@@ -116,6 +122,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronHForCausalLM", NEMOTRON),
     "nemotron_h_moe": ("NemotronHForCausalLM", {**NEMOTRON, **NEMOTRON_EXPERTS}),
     "falcon-h1": ("FalconH1ForCausalLM", FALCON),
+    "lfm2": ("Lfm2ForCausalLM", LFM2),
     "gemma4": ("Gemma4ForCausalLM", {**GEMMA, **LAYER_INPUTS}),
     "gemma4-moe": ("Gemma4ForCausalLM", {**GEMMA, **GEMMA_EXPERTS}),
 }

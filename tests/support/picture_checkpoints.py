@@ -457,11 +457,12 @@ class Reference:
         return ids
 
 
-def write_reader(directory: Path, name: str, seed: int = 0) -> Reference:
-    """Write the tiny checkpoint of a family, and return the library's model and processor."""
+def write_reader(directory: Path, name: str, seed: int = 0, **text: Any) -> Reference:
+    """Write the tiny checkpoint of a family, and return the library's model and processor. `text`: of its text model."""
     import transformers
 
     values, make_processor, image_token = FORMS[name]()
+    values = {**values, "text_config": {**values["text_config"], **text}}
     kind = getattr(transformers, name.partition("/")[0])
     torch.manual_seed(seed)
     model = kind(kind.config_class(**values)).eval()

@@ -18,6 +18,7 @@ from app.api.openai.schemas import (
     GenerationBody,
     InputTokenCount,
     LoadAdapterBody,
+    ModelCapabilities,
     ModelList,
     ModelObject,
     TextCompletion,
@@ -40,6 +41,7 @@ from app.api.routing import (
 )
 from app.api.streaming import DONE, EventEncoding, Generation
 from app.errors import NotReady
+from app.service.served_model import ServedDecoder, ServedEncoder
 
 OPENAI = Dialect("OpenAI", OPENAI_ERRORS)
 EVENTS = EventEncoding(OPENAI_ERRORS, last=DONE)
@@ -121,11 +123,23 @@ async def num_chat_tokens(call: ApiCall, body: ChatBody) -> int:
 async def models(call: ApiCall) -> ModelList:
     """List the names that requests may give as the model."""
     if call.runtime.models is not None:
-        return {
-            "object": "list",
-            "data": [_entry(entry, each) for entry in call.runtime.models.entries for each in entry.names],
-        }
-    return {"object": "list", "data": [_model(call.runtime, name) for name in served_names(call.runtime)]}
+        entries = [(entry, each) for entry in call.runtime.models.entries for each in entry.names]
+        able = [_capabilities(entry.runtime, each) for entry, each in entries if entry.state == "ready"]
+        return {"object": "list", "data": [_entry(entry, each) for entry, each in entries], "models": able}
+    names = served_names(call.runtime)
+    return {
+        "object": "list",
+        "data": [_model(call.runtime, name) for name in names],
+        "models": [_capabilities(call.runtime, name) for name in names],
+    }
+
+
+def _capabilities(runtime: ApiRuntime, name: str) -> ModelCapabilities:
+    served = runtime.service.model
+    can = ["embedding"] if isinstance(served, ServedEncoder) else []
+    if isinstance(served, ServedDecoder):
+        can = ["completion", *(["multimodal"] if served.pictures is not None else [])]
+    return {"name": name, "model": name, "capabilities": can}
 
 
 @OPENAI.get(("/v1/models/{name:path}", "/models/{name:path}"), "OpenAI: one model")

@@ -717,8 +717,17 @@ class ModelObject(TypedDict):
     status: NotRequired[dict[str, Any]]
 
 
+class ModelCapabilities(TypedDict):
+    """What a loaded model can do, in llama.cpp's words."""
+
+    name: str
+    model: str
+    capabilities: list[str]
+
+
 class ModelList(TypedDict):
     """Response of `GET /v1/models`."""
 
     object: Literal["list"]
     data: list[ModelObject]
+    models: list[ModelCapabilities]

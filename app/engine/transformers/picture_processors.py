@@ -21,7 +21,7 @@ from app.weights.files import read_optional
 
 
 class PictureProcessor:
-    """What a tower calls: it returns the inputs of the model for one text with a placeholder for each picture."""
+    """What a tower calls: it returns the inputs of the model for texts with a placeholder for each picture."""
 
     def __init__(self, tokenizer: Any, values: Mapping[str, Any]) -> None:
         self.tokenizer, self.values = tokenizer, values
@@ -39,13 +39,12 @@ class PictureProcessor:
         return cls(AutoTokenizer.from_pretrained(directory, **options), {**values[0], **pictures, **values[1]})
 
     def __call__(self, text: Sequence[str], images: Any = None, **options: Any) -> dict[str, Any]:
-        parts = text[0].split(self.image_token)
-        inputs: dict[str, Any] = {}
-        if images:
-            inputs, shown = self.pictures(images[0])
-            for place, tokens in enumerate(shown):
-                parts[place] += tokens
-        return {**inputs, **self.tokenizer(["".join(parts)], **options)}
+        inputs, shown = self.pictures([one for group in images for one in group]) if images else ({}, [])
+        left, texts = iter(shown), []
+        for whole in text:
+            first, *others = whole.split(self.image_token)
+            texts.append(first + "".join(next(left, "") + other for other in others))
+        return {**inputs, **self.tokenizer(texts, **options)}
 
     def pictures(self, images: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the inputs of the model for RGB pictures, and the text that stands for each."""

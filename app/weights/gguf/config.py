@@ -41,7 +41,7 @@ _MERGED = re.compile(rf"blk\.(\d+)\.({'|'.join(MERGED_NAMES)})\.(weight|bias)")
 _SINGLE = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
 # Whether llama.cpp divides the weights of a token's experts by their sum, by model type. GLM's files say it.
 RENORMALIZES: Mapping[str, bool] = {
-    "mixtral": True, "granitemoe": True, "qwen2_moe": False, "qwen3_moe": True, "olmoe": False,
+    "mixtral": True, "granitemoe": True, "qwen2_moe": False, "qwen3_moe": True, "qwen3_vl_moe": True, "olmoe": False,
     "gpt_oss": True, "qwen3_next": True, "qwen3_5_moe_text": True, "granitemoehybrid": True, "gemma4_text": True,
 }  # fmt: skip
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3  # `enum llama_expert_gating_func_type`
@@ -149,6 +149,12 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "gemma2": GgufFamily("Gemma2ForCausalLM", "gemma2", is_gemma=True, adds_one=True),
     "gemma3": GgufFamily("Gemma3ForCausalLM", "gemma3_text", is_gemma=True, adds_one=True),
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", "qwen2_moe", has_experts=True),
+    "qwen2vl": GgufFamily("Qwen2VLForConditionalGeneration", "qwen2_vl"),
+    "qwen3vl": GgufFamily("Qwen3VLForConditionalGeneration", "qwen3_vl"),
+    "qwen3vlmoe": GgufFamily("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", has_experts=True),
+    "mistral3": GgufFamily("MistralForCausalLM", "mistral", interleaves_heads=True),
+    "granite": GgufFamily("GraniteForCausalLM", "granite", interleaves_heads=True),
+    "lfm2": GgufFamily("Lfm2ForCausalLM", "lfm2"),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", "qwen3_moe", has_experts=True),
     "olmoe": GgufFamily("OlmoeForCausalLM", "olmoe", has_experts=True),
     "granitemoe": GgufFamily("GraniteMoeForCausalLM", "granitemoe", interleaves_heads=True, has_experts=True),
@@ -302,14 +308,14 @@ def config_values(model: GgufModel) -> dict[str, Any]:
         "use_qk_norm": "blk.0.attn_q_norm.weight" in model.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in model.tensors,
         "rope_theta": read.number("rope.freq_base", 10_000.0),
-        **_rope(model, read, head_dim),
+        **_with_axes(model, family, read, _rope(model, read, head_dim)),
         **_windows(family, read),
     }
     if family.is_gemma:
         values |= _gemma(name, read, hidden_size // heads, head_dim)
     if read.values.get("expert_count"):
         values |= expert_values(family.model_type, read)
-    if family.model_type == "granitemoe":
+    if family.model_type in ("granite", "granitemoe"):
         values |= granite(read, head_dim)
     if family.model_type in READERS:
         values |= READERS[family.model_type](LayerValues(model, read, values["num_hidden_layers"]))
@@ -359,6 +365,16 @@ def _gemma(name: str, read: ConfigReader, hidden_per_head: int, head_dim: int) -
     elif pattern is not None:
         values["sliding_window_pattern"] = read.integer("attention.sliding_window_pattern")
     return values
+
+
+def _with_axes(model: GgufModel, family: GgufFamily, read: ConfigReader, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the rotary embedding with how many frequencies each of three axes has."""
+    read.values.get("n_deepstack_layers")  # the picture part decides
+    sections = model.metadata.get(f"{model.metadata['general.architecture']}.rope.dimension_sections")
+    if not isinstance(sections, tuple) or not family.model_type.startswith("qwen"):
+        return values
+    scaling = values.get("rope_scaling", {"rope_type": "default"})
+    return values | {"rope_scaling": {**scaling, "mrope_section": list(sections[:3])}}
 
 
 def _rope(model: GgufModel, read: ConfigReader, head_dim: int) -> dict[str, Any]:

@@ -152,6 +152,13 @@ def falcon_h1(each: LayerValues) -> Values:
     }
 
 
+def lfm2(each: LayerValues) -> Values:
+    """Return the values of LFM2: a layer without heads of keys has a short convolution."""
+    words = ["full_attention" if heads else "conv" for heads in each("attention.head_count_kv")]
+    more = {"conv_L_cache": each.read.integer("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
+    return {"layer_types": words, "norm_eps": each.read.number("attention.layer_norm_rms_epsilon"), **more}
+
+
 def gemma4(each: LayerValues) -> Values:
     """Return the values of Gemma 4, whose layers with full attention have other heads than those with a window."""
     read = each.read
@@ -210,4 +217,5 @@ READERS: Mapping[str, Callable[[LayerValues], Values]] = {
     "nemotron_h": nemotron_h,
     "falcon_h1": falcon_h1,
     "gemma4_text": gemma4,
+    "lfm2": lfm2,
 }

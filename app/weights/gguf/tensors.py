@@ -72,6 +72,15 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NAMES),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h", "falcon_h1"), _MAMBA_NAMES),
     "gemma3_text": {**_FAMILY_NAMES["qwen3"], **_FAMILY_NAMES["gemma2"]},
+    "qwen3_vl": _FAMILY_NAMES["qwen3"],
+    "qwen3_vl_moe": {**_FAMILY_NAMES["qwen3"], **EXPERT_NAMES},
+    "lfm2": {
+        **_FAMILY_NAMES["qwen3"],
+        "shortconv.conv": "conv.conv",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.out_proj": "conv.out_proj",
+        "token_embd_norm": "model.norm",
+    },
     "mixtral": EXPERT_NAMES,
     "granitemoe": EXPERT_NAMES,
     "qwen2_moe": EXPERT_NAMES,
@@ -109,7 +118,7 @@ class BlockEntry(EncodedEntry):
 
 
 @dataclass(frozen=True, slots=True)
-class _Changes:
+class Changes:
     """What a tensor needs before it is that of a checkpoint; `shape`: its shape there."""
 
     shape: tuple[int, ...]
@@ -137,14 +146,15 @@ def checkpoint_tensors(model: GgufModel, family: GgufFamily, config: Mapping[str
         if experts:
             continue
         part = name.split(".")[2] if name.startswith("blk.") and name.count(".") > 1 else ""
+        part = "ssm_conv1d" if ".shortconv.conv." in name else part  # filters as well
         if part == "ssm_ba":
             found.update(_separate_scales(name, tensor, config))
             continue
         changes = state_changes(part, tensor, config, family) if "linear_num_key_heads" in config else None
         if changes is None:
-            rows = _interleaved(tensor, heads[part]) if part in heads else None
+            rows = interleaved(tensor, heads[part]) if part in heads else None
             added = 1.0 if family.adds_one and name.endswith("_norm.weight") and part != "ssm_norm" else 0.0
-            changes = _Changes(_shape_here(part, tensor), rows, added=added, is_rate=part == "ssm_a")
+            changes = Changes(_shape_here(part, tensor), rows, added=added, is_rate=part == "ssm_a")
         found[_name_here(name, family)] = gguf_entry(tensor, changes)
     return found
 
@@ -154,7 +164,7 @@ def _predicts_further(name: str, config: Mapping[str, Any]) -> bool:
     return layer.isdecimal() and num_layers <= int(layer) < num_layers + config["num_nextn_predict_layers"]
 
 
-def _interleaved(tensor: GgufTensor, heads: int) -> tuple[int, ...] | None:
+def interleaved(tensor: GgufTensor, heads: int) -> tuple[int, ...] | None:
     """Return the rows of heads, of which the file has row i + j · (half a head) as row 2i + j."""
     if tensor.shape[0] % (2 * heads) or len(tensor.shape) > 2:
         return None  # the shape is wrong and is refused later, by name
@@ -169,7 +179,7 @@ def _shape_here(part: str, tensor: GgufTensor) -> tuple[int, ...]:
     return (math.prod(tensor.shape),) if part in ("ssm_a", "ssm_d", "ssm_norm") else tensor.shape
 
 
-def state_changes(part: str, tensor: GgufTensor, config: Mapping[str, Any], family: GgufFamily) -> _Changes | None:
+def state_changes(part: str, tensor: GgufTensor, config: Mapping[str, Any], family: GgufFamily) -> Changes | None:
     """Return what changes in a tensor of the gated delta rule; None for other tensors and in families as checkpoints.
 
     The file repeats the heads of keys as a whole: of G heads of keys, its value head j · G + g is our head g · n + j,
@@ -183,7 +193,7 @@ def state_changes(part: str, tensor: GgufTensor, config: Mapping[str, Any], fami
     if not family.tiles_values or keys * shared != heads:
         return None
     if part == "ssm_out":
-        return _Changes(shape, columns=order)
+        return Changes(shape, columns=order)
     rows = {
         **dict.fromkeys(("attn_qkv", "ssm_conv1d"), (*range(first), *(first + row for row in wide))),
         **dict.fromkeys(("ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a"), order),
@@ -191,7 +201,7 @@ def state_changes(part: str, tensor: GgufTensor, config: Mapping[str, Any], fami
     }.get(part)
     if rows is None or shape[0] != len(rows):
         return None
-    return _Changes(shape, rows, is_rate=part == "ssm_a")
+    return Changes(shape, rows, is_rate=part == "ssm_a")
 
 
 def _separate_scales(name: str, tensor: GgufTensor, config: Mapping[str, Any]) -> dict[str, TensorEntry]:
@@ -199,19 +209,19 @@ def _separate_scales(name: str, tensor: GgufTensor, config: Mapping[str, Any]) -
     keys, layer = config["linear_num_key_heads"], name.split(".")[1]
     shared = config["linear_num_value_heads"] // keys
     if tensor.shape[0] != 2 * keys * shared:
-        return {name: gguf_entry(tensor, _Changes(tensor.shape))}
+        return {name: gguf_entry(tensor, Changes(tensor.shape))}
     found = {}
     for place, part in enumerate("ba"):
         rows = tuple(2 * key * shared + place * shared + one for key in range(keys) for one in range(shared))
         ours = f"model.layers.{layer}.linear_attn.in_proj_{part}.weight"
-        found[ours] = gguf_entry(tensor, _Changes((len(rows), *tensor.shape[1:]), rows))
+        found[ours] = gguf_entry(tensor, Changes((len(rows), *tensor.shape[1:]), rows))
     return found
 
 
-def gguf_entry(tensor: GgufTensor, changes: _Changes | None = None) -> TensorEntry:
-    changes = _Changes(tensor.shape) if changes is None else changes
+def gguf_entry(tensor: GgufTensor, changes: Changes | None = None) -> TensorEntry:
+    changes = Changes(tensor.shape) if changes is None else changes
     place = changes.shape, tensor.start, tensor.end
-    alike = changes == _Changes(changes.shape)
+    alike = changes == Changes(changes.shape)
     if alike and not TYPES[tensor.kind].is_quantized:
         return TensorEntry(tensor.file, tensor.kind, *place)
     dtype = "F32" if TYPES[tensor.kind].is_quantized else tensor.kind
@@ -232,10 +242,11 @@ def _name_here(name: str, family: GgufFamily) -> str:
     start, _, rest = name.partition(".")
     layer, _, own = rest.partition(".")
     own = "ffn_norm.weight" if own == "ffn_norm" else own  # of Falcon-H1
+    names = NAMES.get(family.model_type, {})
     if start != "blk" or not layer.isdecimal():
         stem, _, kind = name.rpartition(".")
-        return f"{OTHER_NAMES[stem]}.{kind}" if stem in OTHER_NAMES else name
-    names = NAMES.get(family.model_type, {})
+        other = names.get(stem) or OTHER_NAMES.get(stem)
+        return f"{other}.{kind}" if other else name
     if own in STATE_VECTORS:
         whole: str | None = f"{names.get('ssm_out', '').partition('.')[0]}.{STATE_VECTORS[own]}"
     else:
