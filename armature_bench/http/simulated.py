@@ -297,6 +297,8 @@ def serve(checkpoint: Path, place: str) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the plan sets it
     settings = load_settings()[0]
+    if place == "two":  # the other process would write its lines into those of the measurement
+        settings = settings.model_copy(update={"request_log": "off"})
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         with redirect_stderr(nowhere):
             log_to_stderr(settings)  # a line for each request is part of its cost
