@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -90,8 +90,8 @@ class EngineClient:
         self._is_woken = False
         self.is_late = False  # while several steps are delivered, whose tokens are written together
         self._writes: list[Callable[[], None]] = []
-        self._num_direct = 0  # tokens of these steps that were taken directly
-        self._direct_gaps: dict[float, int] = {}  # seconds since the previous token, and how many had them
+        # Of tokens of these steps that were taken directly: their number, and seconds since each choice's previous one.
+        self.num_direct, self.direct_gaps = 0, list[float]()
         self._listeners: dict[str, Callable[[TimedEvent], None]] = {}  # keys: the request ids that the worker sees
 
     def open(self, limits: ServingLimits) -> None:
@@ -189,12 +189,6 @@ class EngineClient:
     def unregister(self, request_id: str) -> None:
         del self._listeners[request_id]
 
-    def count_direct(self, num_tokens: int, seconds: float) -> None:
-        """Count further tokens of a choice, `seconds` after the previous ones, for the metrics of the step."""
-        self._num_direct += num_tokens
-        gaps = self._direct_gaps
-        gaps[seconds] = gaps.get(seconds, 0) + 1
-
     def write_after_steps(self, write: Callable[[], None]) -> None:
         self._writes.append(write)
 
@@ -231,10 +225,10 @@ class EngineClient:
         for write in self._writes:
             write()
         self._writes.clear()
-        if self._num_direct:
-            self.metrics.next_tokens(self._num_direct, self._direct_gaps)
-            self._num_direct = 0
-            self._direct_gaps.clear()
+        if self.num_direct:
+            self.metrics.next_tokens(self.num_direct, Counter(self.direct_gaps))
+            self.num_direct = 0
+            self.direct_gaps.clear()
 
     def _deliver(self, events: Sequence[Event]) -> None:
         now = self.clock()
