@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from app.api.bodies import HAS_ARRIVED
 from app.api.connection_limits import ConnectionLimits, client_network
 from app.api.errors import NATIVE_ERRORS, HttpError
 from app.api.middleware import DEPARTURE, Departure
@@ -326,7 +327,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
         self._departure = Departure()
-        extensions: dict[str, Any] = {DEPARTURE: self._departure}
+        extensions: dict[str, Any] = {DEPARTURE: self._departure, HAS_ARRIVED: lambda: not cycle.more_body}
         cycle.scope["extensions"] = extensions
         if cycle.scope["http_version"] == "1.0":
             super()._start_asgi_task(cycle, partial(_serve_unchunked, app, cycle))

@@ -700,7 +700,9 @@ async def _generate(call: ApiCall) -> Response:
             generation = await route.serve(call, body, name)
         if not isinstance(generation, Generation):
             return _rendered(generation)
-        requests = [replace(each, api=route.api, model=name, request_id=call.id) for each in generation.requests]
+        requests = generation.requests
+        for each in requests:
+            each.api, each.model, each.request_id = route.api, name, call.id
         if len(requests) == 1:
             direct = DirectOutput()
             return await respond(runtime.service.generate(requests[0], direct), generation, route.encoding, direct)

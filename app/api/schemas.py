@@ -123,9 +123,8 @@ class Body(BaseModel):
             elif len(ignored) < _MAX_IGNORED_NAMES:
                 ignored[_PLACE.sub("[]", path) + name] = None
         extra.clear()
-        for name, value in self.__dict__.items():
-            if value is not None:  # as most fields are
-                _check_fields_below(value, path + name, ignored)
+        for name in self.model_fields_set:  # no other field has an object
+            _check_fields_below(self.__dict__.get(name), path + name, ignored)
 
     def leave_out(self, path: str, kind: str | None, ignored: dict[str, None]) -> None:
         """Drop the fields of an object of a type that is left out, and count it: `tools[].type=web_search`."""
@@ -264,15 +263,20 @@ class SamplingFields(Body):
         Raises:
             InvalidRequest: a value is out of range.
         """
-        values = self.__dict__
-        given = {name: values[name] for name in SamplingFields.model_fields} | more
-        del given["cache_salt"]  # of the request, and no parameter of sampling
-        given["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
-        given["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's value for all tokens
-        given["include_stop"] = given.pop("include_stop_str_in_output")
-        given["logit_bias"] = tuple(_token_biases(self.logit_bias or {}))
-        given = {name: value for name, value in given.items() if value is not None}
+        own = {name: self.__dict__[name] for name in self.model_fields_set & _SAMPLING_NAMES}
+        given = {name: value for name, value in (own | more).items() if value is not None}
+        if isinstance(self.stop, str):
+            given["stop"] = (self.stop,)
+        if self.top_k == -1:
+            given["top_k"] = 0  # vLLM's value for all tokens
+        if "include_stop_str_in_output" in given:
+            given["include_stop"] = given.pop("include_stop_str_in_output")
+        if self.logit_bias is not None:
+            given["logit_bias"] = tuple(_token_biases(self.logit_bias))
         return SamplingParams(**{**_fitting(defaults, given), **given})
+
+
+_SAMPLING_NAMES = SamplingFields.model_fields.keys() - {"cache_salt"}  # which is of the request
 
 
 def _fitting(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

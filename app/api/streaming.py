@@ -263,7 +263,7 @@ class CollectedCompletion:
         if isinstance(event, Accepted):
             self.prompt_token_ids.append(event.prompt_token_ids)
             return
-        choice = self.by_index.setdefault(event.choice, CollectedChoice(event.choice))
+        choice = self._choice(event.choice)
         if isinstance(event, TextDelta):
             choice.add(event)
         else:
@@ -271,7 +271,14 @@ class CollectedCompletion:
             self.usage = event.usage
 
     def add_directly(self, text: str, token_ids: Sequence[int]) -> None:
-        self.add(TextDelta(0, text, tuple(token_ids)))
+        choice = self._choice(0)
+        choice.texts.append(text)
+        choice.token_ids += token_ids
+
+    def _choice(self, index: int) -> CollectedChoice:
+        if (choice := self.by_index.get(index)) is None:
+            choice = self.by_index[index] = CollectedChoice(index)
+        return choice
 
     @property
     def choices(self) -> list[CollectedChoice]:

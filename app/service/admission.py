@@ -165,9 +165,9 @@ class Admission:
             )
             raise Overloaded(sentence, retry_after_seconds=seconds)
 
-    def send(self, num_prompt_tokens: int) -> float | None:
+    def send(self, num_prompt_tokens: int, is_predicted: bool = True) -> float | None:
         """Record a request and return its predicted seconds to the first token; None until step times are known."""
-        predicted = self._predict(num_prompt_tokens)
+        predicted = self._predict(num_prompt_tokens) if is_predicted else None
         self._sent.append((self._clock(), self._uncached_tokens(num_prompt_tokens)))
         self._prompt_tokens += _GAIN * (num_prompt_tokens - self._prompt_tokens)
         return predicted

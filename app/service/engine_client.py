@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -34,6 +34,7 @@ T = TypeVar("T")
 # An event of the worker with its arrival time; None when the request has timed out.
 TimedEvent = tuple[Event, float] | None
 
+_PREDICTED = 8  # of so many requests, the wait of one is predicted, for its error: that takes 30 µs of the event loop
 _GAIN = 0.1  # weight of a new text in the running mean
 # Of the threads that read pictures: while tokens are computed too, they get about a quarter of the time.
 _PICTURES_NICENESS = 5
@@ -84,23 +85,23 @@ class EngineClient:
         self.timeout_seconds = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
-        self._counter = count(place.number, place.num_processes)
+        self._counter, self._num_sent = count(place.number, place.num_processes), count()
         self._steps: deque[Sequence[Event]] = deque()
         self._is_woken = False
         self.is_late = False  # while several steps are delivered, whose tokens are written together
         self._writes: list[Callable[[], None]] = []
-        self._num_direct = 0  # tokens of these steps that were taken directly
-        self._direct_gaps: dict[float, int] = {}  # seconds since the previous token, and how many had them
+        # Of tokens of these steps that were taken directly: their number, and seconds since each choice's previous one.
+        self.num_direct, self.direct_gaps = 0, list[float]()
         self._listeners: dict[str, Callable[[TimedEvent], None]] = {}  # keys: the request ids that the worker sees
 
     def open(self, limits: ServingLimits) -> None:
         """Apply the limits and start the thread pools. Call it once, before the first request, from any thread."""
         self.admission.open(limits.max_running_seqs, limits.max_waiting_requests, limits.max_held_bytes)
-        self.timeout_seconds = limits.request_timeout_seconds
-        self.texts.open(limits.tokenizer_threads)
-        self._quick_grammars.open(1)
-        self._slow_grammars.open(1)
-        self._pictures.open(1, _PICTURES_NICENESS)
+        seconds = self.timeout_seconds = limits.request_timeout_seconds
+        self.texts.open(limits.tokenizer_threads, seconds)
+        self._quick_grammars.open(1, seconds)
+        self._slow_grammars.open(1, seconds)
+        self._pictures.open(1, seconds, _PICTURES_NICENESS)
 
     def start(self) -> None:
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
@@ -133,7 +134,7 @@ class EngineClient:
 
     async def read(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
         """Run `function` on a text of `num_bytes` in a thread. Raises `RequestTimeout` after the request timeout."""
-        return await self._run(self.texts, num_bytes, function, *arguments)
+        return await self.texts.run(num_bytes, function, *arguments)
 
     async def look(self, model: ServedDecoder, pictures: Sequence[Picture]) -> list[ReadPicture]:
         """Return the vectors of pictures, which one thread reads. Raises `InvalidRequest` and `RequestTimeout`."""
@@ -157,15 +158,8 @@ class EngineClient:
         if source is None or grammars is None:
             return None
         size = len(source.text) + len(source.alternative)
-        compiled = await self._run(self._quick_grammars, size, grammars.compile_quickly, source)
-        return compiled or await self._run(self._slow_grammars, size, grammars.compile_slowly, source)
-
-    async def _run(self, pool: TextPool, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
-        try:
-            async with asyncio.timeout(self.timeout_seconds):
-                return await pool.run(num_bytes, function, *arguments)
-        except TimeoutError as error:
-            raise _slow_prompt() from error
+        compiled = await self._quick_grammars.run(size, grammars.compile_quickly, source)
+        return compiled or await self._slow_grammars.run(size, grammars.compile_slowly, source)
 
     # ---- requests that the worker has ------------------------------------------------------------------------------
 
@@ -189,14 +183,12 @@ class EngineClient:
         self._listeners[request_id] = listener
         return self._loop.call_later(deadline - self.clock(), expire)
 
+    def note_sent(self, num_tokens: int) -> float | None:
+        """Note a request that is about to be sent, and return the predicted seconds to its first token, or None."""
+        return self.admission.send(num_tokens, is_predicted=next(self._num_sent) % _PREDICTED == 0)
+
     def unregister(self, request_id: str) -> None:
         del self._listeners[request_id]
-
-    def count_direct(self, num_tokens: int, seconds: float) -> None:
-        """Count further tokens of a choice, `seconds` after the previous ones, for the metrics of the step."""
-        self._num_direct += num_tokens
-        gaps = self._direct_gaps
-        gaps[seconds] = gaps.get(seconds, 0) + 1
 
     def write_after_steps(self, write: Callable[[], None]) -> None:
         self._writes.append(write)
@@ -234,10 +226,10 @@ class EngineClient:
         for write in self._writes:
             write()
         self._writes.clear()
-        if self._num_direct:
-            self.metrics.next_tokens(self._num_direct, self._direct_gaps)
-            self._num_direct = 0
-            self._direct_gaps.clear()
+        if self.num_direct:
+            self.metrics.next_tokens(self.num_direct, Counter(self.direct_gaps))
+            self.num_direct = 0
+            self.direct_gaps.clear()
 
     def _deliver(self, events: Sequence[Event]) -> None:
         now = self.clock()
@@ -270,12 +262,12 @@ class TextPool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._num_threads = 1
+        self._num_threads, self._timeout_seconds = 1, 0.0
         self._flags: dict[threading.Event, int] = {}  # flag to cancel it, and bytes, of each chunk of work
         self._seconds_per_byte = 0.0
 
-    def open(self, num_threads: int, niceness: int = 0) -> None:
-        self._num_threads = num_threads
+    def open(self, num_threads: int, timeout_seconds: float = threading.TIMEOUT_MAX, niceness: int = 0) -> None:
+        self._num_threads, self._timeout_seconds = num_threads, timeout_seconds
         self._pool = ThreadPoolExecutor(num_threads, "armature-text", _give_way, (niceness,))
 
     def close(self) -> None:
@@ -296,7 +288,10 @@ class TextPool:
             return sum(self._flags.values()) * self._seconds_per_byte / self._num_threads
 
     async def run(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Run `function` in a thread. If the caller is cancelled, `stop_if_cancelled` ends the work early."""
+        """Run `function` in a thread. If the caller is cancelled, `stop_if_cancelled` ends the work early.
+
+        Raises `RequestTimeout` after the timeout.
+        """
         assert self._pool is not None, "open() starts the pool before the first request"
         flag, context = threading.Event(), copy_context()
         context.run(CANCELLED.set, flag)
@@ -308,11 +303,23 @@ class TextPool:
             self._end(flag)
             raise
         work.add_done_callback(lambda _: self._end(flag))
+        waiter, late = asyncio.wrap_future(work), list[bool]()
+
+        def expire(waiting: asyncio.Future[T]) -> None:
+            late.append(waiting.cancel())
+
+        # Cheaper than `asyncio.timeout`.
+        timer = asyncio.get_running_loop().call_later(self._timeout_seconds, expire, waiter)
         try:
-            return await asyncio.wrap_future(work)
+            return await waiter
+        except asyncio.CancelledError:
+            if any(late):
+                raise _slow_prompt() from None
+            raise
         finally:
+            timer.cancel()
             flag.set()
-            del work  # it holds its error, and the error this frame: the cycle would keep the texts for long
+            del work, waiter  # they hold their error, and the error this frame: the cycle would keep the texts for long
 
     def _timed(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
         began = time.monotonic()

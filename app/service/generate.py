@@ -189,7 +189,9 @@ class OpenGeneration(OpenRequest):
             return False
         token_ids = event.token_ids
         num_tokens = len(token_ids)
-        self.client.count_direct(num_tokens, now - choice.last_token_at)
+        client = self.client
+        client.num_direct += num_tokens
+        client.direct_gaps.append(now - choice.last_token_at)
         choice.num_tokens += num_tokens
         self.num_completion_tokens += num_tokens
         choice.last_token_at = self.last_token_at = now

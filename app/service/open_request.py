@@ -101,7 +101,7 @@ class OpenRequest:
         deadline = self.arrived_at + client.timeout_seconds
         self._timer = client.register(command.request_id, self.arrive, self._expire, deadline)
         self._command = command
-        seconds = client.admission.send(num_tokens)
+        seconds = client.note_sent(num_tokens)
         self._predicted = None if seconds is None else (seconds, client.clock())
         client.worker.put(command)
         self._is_accepted = True

@@ -56,7 +56,7 @@ class Picture:
     is_url: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GenerationRequest:
     """A generation request with exactly one of `prompt`, `token_ids` and `messages`.
 

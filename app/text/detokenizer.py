@@ -16,6 +16,7 @@ _REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are not a characte
 _NARROWED_TOKENS = (8, 7, 6, 5)
 _WIDE_TOKENS = 12  # tokens in the window at which it is narrowed
 _MAX_WINDOW_TOKENS = 24  # tokens in the window at which bytes that never became a character are shown as U+FFFD
+_MAX_WHOLE_TOKENS = 128  # tokens in a window all of whose text was returned: it is decoded only to be narrowed
 _MAX_PENDING_BYTES = 3  # bytes: at most three of a UTF-8 character's four can be pending
 
 
@@ -63,7 +64,7 @@ class IncrementalDetokenizer:
             window = self._window
             window.append(token_id)
             self._shown += len(piece)
-            if len(window) >= _MAX_WINDOW_TOKENS:
+            if len(window) >= _MAX_WHOLE_TOKENS:
                 self._narrow_whole()
             return self._stops.push(piece, is_early=is_early) if self._has_stops else piece
         if not self._tokenizer.has_text(token_id):
@@ -84,7 +85,7 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """End the tokens and return the text that was held back, with incomplete characters as U+FFFD."""
-        rest = self._decoded()[self._shown :]
+        rest = "" if self._is_whole else self._decoded()[self._shown :]
         self._shown += len(rest)
         shown = self._stops.push(rest, is_early=self._early_tokens >= 0)
         return shown + self._stops.flush()

@@ -298,7 +298,7 @@ def measure_server(job: ServerBenchJob) -> BenchOutcome:
         "wait": 1 + len(LOAD_FRACTIONS) * job.rounds,
         "overhead": job.rounds
         if job.tokenizer is None
-        else len(PLACES) * (job.rounds + len(NUM_FAST_STREAMS)) + NUM_SHORT_REQUESTS,
+        else len(PLACES) * (job.rounds + len(NUM_FAST_STREAMS)) + 1 + NUM_SHORT_REQUESTS,
     }
     units = special.get(job.bench, job.rounds)
     with progress(units, f"bench {job.bench}") as advance, event_loop() as runner:

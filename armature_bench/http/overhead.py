@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -199,24 +199,44 @@ async def _simulated_window(
     return {"arrived": arrived, "seconds": wall, **{name: after[name] - before[name] for name in before}}
 
 
-async def _first_token_seconds(server: _SimulatedServer) -> float:
-    """Return the median seconds to the first token of one client after another, with an engine that has it at once."""
-    await server.counts(ENGINE_RATE)
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 1}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    seconds: list[float] = []
-    try:
+class _FirstTokens:
+    """One client of a server whose engine has a token at once: a request after another, for the first token alone."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self.seconds: list[float] = []
+
+    async def ask(self) -> None:
+        body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 1}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        began = time.perf_counter()
+        self._writer.write(head.encode() + body)
+        await self._reader.readuntil(b"data: ")
+        self.seconds.append(time.perf_counter() - began)
+        await self._reader.readuntil(b"[DONE]\n\n")
+        await self._reader.readuntil(b"0\r\n\r\n")
+
+
+async def _first_tokens(checkpoint: Path) -> list[Figure]:
+    """Measure the time to the first token with the engine in each place, by turns: a busy moment meets all of them."""
+    clients: dict[str, _FirstTokens] = {}
+    async with AsyncExitStack() as servers:
+        for place in PLACES:
+            server = await servers.enter_async_context(_running(checkpoint, place))
+            await server.counts(ENGINE_RATE)
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            servers.callback(writer.close)
+            clients[place] = _FirstTokens(reader, writer)
         for _ in range(NUM_FIRST_TOKENS):
-            began = time.perf_counter()
-            writer.write(head.encode() + body)
-            await reader.readuntil(b"data: ")
-            seconds.append(time.perf_counter() - began)
-            await reader.readuntil(b"[DONE]\n\n")
-            await reader.readuntil(b"0\r\n\r\n")
-    finally:
-        writer.close()
-    return statistics.median(seconds)
+            for client in clients.values():
+                await client.ask()
+    medians = {place: statistics.median(client.seconds) * 1e3 for place, client in clients.items()}
+    added = medians["process"] - medians["thread"]
+    target = ADDED_FIRST_TOKEN_TARGET
+    return [
+        *(Figure(f"first token ×1, {place}", milliseconds, "ms") for place, milliseconds in medians.items()),
+        Figure("first token, process over thread", added, "ms", target=target, at_most=True),
+    ]
 
 
 async def streamed_token_cost(
@@ -227,7 +247,6 @@ async def streamed_token_cost(
     The engine is in a thread of the server, then in a process of its own, and then in one that two API processes share.
     """
     figures: list[Figure] = []
-    first_token: dict[str, float] = {}
     for place in PLACES:
         async with _running(checkpoint, place) as server:
             costs: list[float] = []
@@ -253,13 +272,8 @@ async def streamed_token_cost(
                         parts={"cores": window["process"] / window["seconds"]},
                     )
                 )
-            first_token[place] = await _first_token_seconds(server)
-            figures.append(Figure(f"first token ×1, {place}", first_token[place] * 1e3, "ms"))
-    added = first_token["process"] - first_token["thread"]
-    figures.append(
-        Figure("first token, process over thread", added * 1e3, "ms", target=ADDED_FIRST_TOKEN_TARGET, at_most=True)
-    )
-    return figures
+    advance("first tokens")
+    return [*figures, *await _first_tokens(checkpoint)]
 
 
 async def _request_window(

@@ -56,7 +56,7 @@ from app.server.engine_host import EngineReady, HostMessage
 from app.server.engine_process import EngineProcess
 from app.server.log_output import log_to_stderr
 from app.server.process import server_config
-from app.server.startup import ModelFront, ServedDescription
+from app.server.startup import ModelFront, ServedDescription, settle_heap
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServingLimits
 from app.service.service import Service
 from app.settings import Settings, load_settings
@@ -250,6 +250,7 @@ class _Simulation:
         self.worker.start(Callbacks(self._take_output, self._fail))
         while self.worker.state == "loading":  # connections wait for the end of this startup
             await asyncio.sleep(0.01)
+        settle_heap()
 
     async def stop(self) -> None:
         await self.service.stop()
@@ -296,6 +297,8 @@ def serve(checkpoint: Path, place: str) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the plan sets it
     settings = load_settings()[0]
+    if place == "two":  # the other process would write its lines into those of the measurement
+        settings = settings.model_copy(update={"request_log": "off"})
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         with redirect_stderr(nowhere):
             log_to_stderr(settings)  # a line for each request is part of its cost

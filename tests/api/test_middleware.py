@@ -96,6 +96,43 @@ async def test_a_body_in_pieces_is_one_body(conversation: Talk) -> None:
     assert status(talk) == 200
 
 
+@pytest.mark.parametrize(
+    ("encoding", "size", "is_quick"),
+    [("", 20, True), ("", 64 * 1024, True), ("", 64 * 1024 + 1, False), ("gzip", 20, False)],
+)
+async def test_a_small_body_that_has_arrived_has_no_deadline_and_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, size: int, is_quick: bool
+) -> None:
+    sent = gzip.compress(b"x" * size) if encoding else b"x" * size
+    deadlines: list[float] = []
+    timeout = asyncio.timeout
+    monkeypatch.setattr(asyncio, "timeout", lambda seconds: deadlines.append(seconds) or timeout(seconds))  # type: ignore[func-returns-value]
+
+    async def read(has_arrived: bool) -> bytes:
+        messages = [{"type": "http.request", "body": sent}, {"type": "http.disconnect"}]
+        headers = [(b"content-length", str(len(sent)).encode()), (b"content-encoding", encoding.encode())]
+        extensions = {bodies.HAS_ARRIVED: lambda: has_arrived}
+        scope = {"path": "/generate", "headers": headers, "extensions": extensions, "client": ("127.0.0.1", 1)}
+
+        async def receive() -> Any:
+            return messages.pop(0)
+
+        async def find_check(_: Any) -> None:
+            return None
+
+        body = bodies.ArrivingBody(scope, receive, bodies.BodyMemory())
+        await body.read(find_check)
+        content = bytes(body.content)
+        body.release()
+        assert not body.content
+        with pytest.raises(bodies.ClientDisconnected):
+            await bodies.ArrivingBody(scope, receive, bodies.BodyMemory()).read(find_check)
+        return content
+
+    assert await read(has_arrived=False) == b"x" * size and len(deadlines) == 2
+    assert await read(has_arrived=True) == b"x" * size and len(deadlines) == (2 if is_quick else 4)
+
+
 async def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 100)
     monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 10)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from app.errors import Overloaded, RequestError, StepFailed
+from app.errors import Overloaded, RequestError, RequestTimeout, StepFailed
 from app.hardware.step_times import StepTimes, StepTimeTable
 from app.messages import RequestFailed
 from app.metrics.steps import EngineSnapshot
 from app.service.admission import Admission, OpenCounts, first_token_seconds
+from app.service.engine_client import TextPool
 from app.service.service import Service
 from fake_worker import LIMITS, Client, finished, request, serving, tokens
 
@@ -198,3 +200,29 @@ async def test_the_metrics_see_the_worker_and_the_prediction() -> None:
         seen = counted(service)
         assert (seen["armature_requests_waiting"], seen["armature_predicted_wait_seconds"]) == (2, pytest.approx(1.28))
         assert service.snapshot is worker.snapshot
+
+
+async def test_the_error_of_the_prediction_is_measured_for_the_first_of_eight_requests() -> None:
+    async with serving() as (service, worker, _):
+        worker.snapshot = EngineSnapshot(step_times=TEMPO)
+        for number in range(9):
+            client = Client(service, request())
+            order = (await worker.orders(number + 1))[number]
+            service.on_events([*tokens(order.request_id, "a"), finished(order.request_id)])
+            await client.over()
+        assert counted(service)["armature_predicted_wait_error_ratio_count"] == 2
+
+
+async def test_a_prompt_that_is_read_for_too_long_times_out_and_a_client_that_leaves_does_not() -> None:
+    pool, is_over = TextPool(), threading.Event()
+    pool.open(1, timeout_seconds=0.01)
+    with pytest.raises(RequestTimeout, match="Reading the prompt"):
+        await pool.run(1, is_over.wait)
+    pool.open(1, timeout_seconds=60.0)
+    task = asyncio.create_task(pool.run(1, is_over.wait))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    is_over.set()
+    pool.close()

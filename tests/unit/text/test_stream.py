@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.text import detokenizer
 from app.text.detokenizer import IncrementalDetokenizer
 from app.text.tokenizer import Tokenizer
 from small_tokenizers import FORMS, write_tokenizer
@@ -124,7 +125,9 @@ def test_a_piece_is_what_decoding_the_window_returns(form: str, monkeypatch: pyt
     for _ in range(30):
         ids = [numbers.randrange(inner.vocab_size + 2) for _ in range(60)]
         context = ids[:4] if numbers.random() < 0.5 else []
-        known = pieces_of(IncrementalDetokenizer(inner, context=context), ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(detokenizer, "_MAX_WHOLE_TOKENS", numbers.choice((9, 24, 128)))
+            known = pieces_of(IncrementalDetokenizer(inner, context=context), ids)
         with monkeypatch.context() as patch:
             patch.setattr(Tokenizer, "piece", lambda self, token_id: None)
             assert pieces_of(IncrementalDetokenizer(inner, context=context), ids) == known
