@@ -88,10 +88,19 @@ class _OneOutput(nn.Module):
         return _first(self.model(image))
 
 
+def _vary(model: nn.Module) -> None:
+    """Change tensors that have one value everywhere, as a new model's norms: zeros would hide what comes before them."""
+    with torch.no_grad():
+        for tensor in (one for one in (*model.parameters(), *model.buffers()) if one.is_floating_point()):
+            if tensor.numel() > 1 and bool(tensor.min() == tensor.max()):
+                tensor += 0.1 * torch.rand_like(tensor)
+
+
 def _served(model: nn.Module, path: Path) -> str:
     """Return how the model is served. Raises `CheckpointInvalid` if it is refused."""
     side = getattr(model, "default_cfg", {}).get("input_size", (3, 224, 224))[1]
     subject = _OneOutput(model.eval())
+    _vary(subject)
     batch = torch.export.Dim("batch", min=1, max=64)
     traced = torch.export.export(subject, (torch.randn(2, 3, side, side),), dynamic_shapes=({0: batch},))
     torch.export.save(traced, path)
