@@ -29,7 +29,7 @@ from app.models.program import PackedProduct, Program
 from app.models.program_graph import Ref
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice, LayerPacking, form_choice
-from app.weights.forms import QUANTIZED, choose_upgrades, is_output, is_value
+from app.weights.forms import INT8_ROWS, MOST_ROW_SCALE_COST, QUANTIZED, choose_upgrades, is_output, is_value
 from app.weights.packs import PackedWeights, PackFile, PackFolder, PackNotes, Progress
 from app.weights.program import CONVOLUTIONS, Archive, ProgramCheckpoint, StoredTensor
 from app.weights.safetensors import TensorEntry
@@ -185,6 +185,14 @@ class _ModelLoader:
                 self._pack(layer, None if kept is None else kept.blobs)
         self._fill_tables({linear.sources: linear.form for linear in linears})
         notes = PackNotes(self.choice.upgraded, self._measure_cost()) if kept is None else kept.notes
+        if (
+            kept is None
+            and self.choice.recipe is INT8_ROWS
+            and (notes.cost is None or notes.cost > MOST_ROW_SCALE_COST)
+        ):
+            upgraded = frozenset(source for linear in linears for source in linear.sources)
+            layers = self._pack_upgraded(linears, layers, upgraded)
+            notes = PackNotes(upgraded, self._measure_cost())
         self.progress(self.total, self.total)
         if pack_file is not None and kept is None:
             blobs = [blob for layer in layers for blob in layer.blobs(self.smooth_scales.get(layer.linear.sources))]
@@ -240,10 +248,10 @@ class _ModelLoader:
         """Pack layer by layer while a text runs through the model, then pack again what is upgraded."""
         assert isinstance(self.model, Decoder), "only decoders are calibrated"
         always = narrow_products(self.model.config)
-        known = frozenset(
+        upgraded = frozenset(
             source for source in self.choice.upgraded if is_value(source) or is_output(source) or source in always
         )
-        self.choice = replace(self.choice, upgraded=known)
+        self.choice = replace(self.choice, upgraded=upgraded)
         layers = {layer.linear: layer for layer in self._layers(linears, self.choice)}
         for module in self.model.modules():
             if isinstance(module, Embedding):
@@ -254,10 +262,17 @@ class _ModelLoader:
                 self._pack(layers[linear], None, shown)
         if self.choice.recipe.upgrade is not None:
             upgraded = choose_upgrades(self.checkpoint.decoder, self.choice.recipe, calibrator.losses)
-            self.choice = replace(self.choice, upgraded=upgraded)
+        return self._pack_upgraded(linears, tuple(layers.values()), upgraded)
+
+    def _pack_upgraded(
+        self, linears: Sequence[Linear], packed: Sequence[LayerPacking], upgraded: frozenset[str]
+    ) -> list[LayerPacking]:
+        """Pack the layers again whose form another choice of upgraded ones changes."""
+        before = {layer.linear: layer.packing for layer in packed}
+        self.choice = replace(self.choice, upgraded=upgraded)
         final = self._layers(linears, self.choice)
         for layer in final:
-            if layer.packing != layers[layer.linear].packing:
+            if layer.packing != before[layer.linear]:
                 entries = self.streams.entries(layer.linear.sources)
                 factors = self.smooth_scales.get(layer.linear.sources)
                 layer.linear.form = self._form(layer.linear, layer.packing, entries, factors)

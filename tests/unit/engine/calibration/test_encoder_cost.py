@@ -19,11 +19,14 @@ from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
 from app.models.encoders.encoder import Encoder
 from app.settings import load_settings
+from app.weights import load
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import Packing, load_model
+from armature_kernels.linear.int_panels import IntPanelLinear
 from armature_kernels.linear.linear import ExactLinear, Linear
 from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.library import native_library
 from armature_kernels.native.operations import has_kernel
 from tiny_encoders import write_encoder
 
@@ -43,6 +46,27 @@ def test_a_start_that_packs_measures_and_the_next_one_reads(tmp_path: Path, arch
         build_encoder_engine(BuildRequest(checkpoint, plan, report_cost=costs.append))
     assert len(costs) == 2 and costs[0] == costs[1]
     assert 1e-6 < costs[0] < 0.05
+
+
+def groups_of(model: Encoder) -> set[int]:
+    """The inputs that share a scale, of all products."""
+    forms = [linear.form for linear in model.modules() if isinstance(linear, Linear)]
+    return {form.group for form in forms if isinstance(form, IntPanelLinear)}
+
+
+@pytest.mark.skipif(native_library().wide_rows > 0, reason="rows are multiplied in bf16")
+@pytest.mark.parametrize("most", [1.0, 0.0])
+def test_rows_have_one_scale_if_the_vectors_stay_close_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: float
+) -> None:
+    monkeypatch.setattr(load, "MOST_ROW_SCALE_COST", most)
+    checkpoint, costs = open_checkpoint(write_encoder(tmp_path / "tiny")), list[float]()
+    plan = plan_of(checkpoint, "int8", tmp_path / "cache")
+    models = [build_encoder_engine(BuildRequest(checkpoint, plan, report_cost=costs.append)).model for _ in range(2)]
+    for model in models:  # packed, and read from the pack
+        assert isinstance(model, Encoder)
+        assert (groups_of(model) == {32}) == (most == 0.0)
+    assert costs[0] == costs[1] > 0.0
 
 
 def measure(
