@@ -360,7 +360,7 @@ async def _run_inference(call: ApiCall, model: ServedModel, inference: InferRequ
         result = await runtime.service.run_task(request)
         return InferResult(models.task_tensors(result), result.timings, {"prompt_tokens": result.num_tokens})
     assert isinstance(model, ServedProgram), "decoders were refused when the body was parsed"
-    arrays, pictures, known = inference.inputs, dict[str, list[bytes]](), inference.known
+    arrays, pictures, known = inference.inputs, dict[str, tuple[bytes, ...]](), inference.known
     if known is not None and known.model is model:
         outputs = known.outputs
     else:
