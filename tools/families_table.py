@@ -57,8 +57,8 @@ With the extra (`pip install 'armature-serve[transformers]'`) the library of tha
 causal mapping and its mapping from text to text, with our scheduler, sampling and APIs; `--engine transformers` asks for
 it also where a family is native. On processors its linear layers are held in BF16 by our forms, with `--precision int8`
 or `int4` rounded to nearest, or by torchao (`--quantization`). Code of a checkpoint's own is never run
-(`trust_remote_code` stays off). A trial decides if rows are batched. `python -m tools.transformers_classes` compares
-greedy text with that of `generate`, alone and in a crowd: {causal} causal classes and {text} from text to text pass.
+(`trust_remote_code` stays off). `python -m tools.transformers_classes` compares greedy text with `generate`'s, alone and
+in a crowd: {causal} causal classes and {text} others pass. Qwen2-Audio, Voxtral and their like read texts alone.
 
 A model from text to text reads a source: the prompt, or a chat's last message of the user. `source_lang` and `target_lang`
 are codes of its tokenizer (`fra_Latn`, `fr_XX`, `fr`), or of a task in config.json's `task_specific_params`, whose prefix

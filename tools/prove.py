@@ -1,8 +1,8 @@
 """Build the images and test them: `make prove`, or `python -m tools.prove [--image TAG] [--only quota,image]`.
 
 Needs Docker, root (for control groups) and half an hour on an idle machine. The other architecture runs emulated. It
-writes docs/proofs.md and a JSON file with all findings. A later run of one part takes the sections of the other parts
-from that file. The environment variable WHEELS names a folder with torch's wheel if its index is slow.
+writes docs/proofs.md from docs/proofs.json, which has all findings: a later run of one part keeps the sections of the
+other parts. The environment variable WHEELS names a folder with torch's wheel if its index is slow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tools.proofs.containers import Image, docker, remove_all
 from tools.proofs.findings import Findings, Section, TooLong, code_digest, page
 
 ROOT = Path(__file__).resolve().parents[1]
-REPORT, KEPT = ROOT / "docs" / "proofs.md", ROOT / "build" / "proofs.json"
+REPORT, KEPT = ROOT / "docs" / "proofs.md", ROOT / "docs" / "proofs.json"
 BAKE_SECONDS = 3600
 PLATFORMS = ("linux/amd64", "linux/arm64")
 UNEXPECTED = (

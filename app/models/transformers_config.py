@@ -17,6 +17,10 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 
 INSTALL = "pip install 'armature-serve[transformers]'"
+OWN_CODE = (
+    "auto_map asks for code of the checkpoint's own, which is never run here (trust_remote_code stays off), and the installed"
+    " transformers has no class of its own for what this model does."
+)
 CAUSAL, SEQ_TO_SEQ = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
 _UNLIMITED_LEN = 32_768  # of a model whose config.json has no longest context, such as one with states
 # Names of the same value in different classes, the usual one first.
@@ -98,19 +102,18 @@ def first_integer(config: ConfigReader, names: tuple[str, ...], default: int | N
 def _generating_class(values: Mapping[str, Any]) -> str:
     listed = values.get("architectures")
     names = [str(name) for name in listed] if isinstance(listed, list) else []
-    table = class_table(SEQ_TO_SEQ if values.get("is_encoder_decoder") is True else CAUSAL)
-    if table is None:
+    causal, from_text = class_table(CAUSAL), class_table(SEQ_TO_SEQ)
+    if causal is None or from_text is None:
         raise CheckpointInvalid(f"The library transformers may serve this model: {INSTALL}.")
+    table = from_text if values.get("is_encoder_decoder") is True else causal
+    if table is causal and "text_config" in values:
+        table = {**from_text, **causal}  # such as decoders that also read sounds
     known = {name for classes in table.values() for name in classes}
     found = [name for name in names if name in known] or ([] if names else table.get(str(values.get("model_type")), []))
     if found:
         return found[0]
-    own_code = values.get("auto_map")
-    if own_code:
-        raise CheckpointInvalid(
-            "auto_map asks for code of the checkpoint's own, which is never run here (trust_remote_code stays off), and"
-            " the installed transformers has no class for this model that generates text."
-        )
+    if values.get("auto_map"):
+        raise CheckpointInvalid(OWN_CODE)
     raise CheckpointInvalid("The installed transformers has no class for this model that generates text either.")
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from app.models.config_reader import ConfigReader
 from app.models.encoders.config_reader import read_labels
-from app.models.transformers_config import SEQ_TO_SEQ, TransformersConfig, class_table, first_integer
+from app.models.transformers_config import CAUSAL, SEQ_TO_SEQ, TransformersConfig, class_table, first_integer
 
 TaskName = Literal[
     "token-classification",
@@ -73,14 +73,19 @@ def find_task_config(values: Mapping[str, Any]) -> TaskConfig | None:
     """Return the configuration of a class that does tasks; None for other classes, and without transformers."""
     listed = values.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    # The library's pipeline has no prompt for a decoder that reads sounds within one.
+    is_prompted = "text_config" in values and values.get("is_encoder_decoder") is not True
     for name in names:
-        if tasks := _tasks_of(name):
+        tasks = _tasks_of(name, generates=values.get("causal") is True)
+        if tasks and not (is_prompted and tasks == (SPEECH,)):
             return _read(name, tasks, values)
     return None
 
 
-def _tasks_of(name: str) -> tuple[TaskName, ...]:
-    generates = _is_in(SEQ_TO_SEQ, name)  # BART fills masks too; a model that can generate does that
+def _tasks_of(name: str, *, generates: bool) -> tuple[TaskName, ...]:
+    """`generates`: a class that may also fill masks was trained to go on with a text, as some XLM models were."""
+    # BART fills masks too; a model that can generate does that.
+    generates = _is_in(SEQ_TO_SEQ, name) or (generates and _is_in(CAUSAL, name))
     for table, tasks in _TASKS.items():
         if _is_in(table, name) and not (generates and table == _MASKED):
             return tasks

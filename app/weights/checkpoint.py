@@ -16,7 +16,7 @@ from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, active_weights, is_expert, tables_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
 from app.models.encoders.config_reader import SentenceConfig, is_encoder, names_encoder, read_encoder
-from app.models.transformers_config import TransformersConfig, class_table
+from app.models.transformers_config import OWN_CODE, TransformersConfig, class_table
 from app.models.transformers_tasks import TaskConfig, find_task_config
 from app.weights.files import (
     check_directory,
@@ -293,7 +293,10 @@ def read_model_config(directory: Path, engine: EngineChoice = "auto") -> tuple[M
     except NotNative as refusal:
         # What sentence-transformers does after such a model is not known to transformers.
         task_config = None if sentence_config.pooling is not None else find_task_config(config)
-        if engine == "native" or (is_one and task_config is None and class_table() is not None):
+        is_refused = is_one and task_config is None and class_table() is not None
+        if is_refused and config.get("auto_map"):
+            raise CheckpointInvalid(f"{refusal.message} {OWN_CODE}") from None
+        if engine == "native" or is_refused:
             raise
         if task_config is not None:
             return config, task_config

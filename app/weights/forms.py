@@ -32,7 +32,13 @@ from app.models.encoders.config import EncoderConfig, encoder_norm_elements, enc
 from app.weights.gguf.tensors import BlockEntry
 from app.weights.quantized.entries import PackedEntry
 from app.weights.safetensors import RearrangedEntry, TensorEntry
-from armature_kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes, supports_device_int4
+from armature_kernels.linear.layout import (
+    LAYOUTS,
+    PANEL_OUTPUTS,
+    device_int4_bytes,
+    device_int8_bytes,
+    supports_device_int4,
+)
 from armature_kernels.linear.torchao_config import INT4_REFERENCE, INT8_REFERENCE, KLEIDI_INT4, is_torchao
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
@@ -107,10 +113,11 @@ def _int4(*others: str, int8_copy_from: int | None = None, layer_bits: tuple[flo
     )
 
 
-# Recipes for devices with separate memory. With int4, the output layer is not quantized: each of its rows is one
+# Recipes for devices with separate memory. The output layer is not quantized: each of its rows is one
 # token's score, and a tied embedding needs its exact rows.
 DEVICE_EXACT = Recipe(linear=("device",))
 DEVICE_INT4 = Recipe(linear=("device int4/64", "device"), output=("device",), equalise=True)
+DEVICE_INT8 = Recipe(linear=("device int8", "device"), output=("device",))
 
 
 def _device(kind: str, architecture: str, *exact: str) -> dict[RecipeKey, Recipe]:
@@ -132,6 +139,8 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "arm64", "int4-small"): _int4(KLEIDI_INT4[32], int8_copy_from=32, layer_bits=INT4_SMALL_BITS),
     **_device("cuda", "x86_64", "fp32", "bf16"),
     **_device("cuda", "arm64", "fp32", "bf16"),
+    ("cuda", "x86_64", "int8"): DEVICE_INT8,
+    ("cuda", "arm64", "int8"): DEVICE_INT8,
     **_device("mps", "arm64", "fp32", "bf16", "fp16"),
 }
 
@@ -404,13 +413,15 @@ def encoder_device_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntr
 
 
 def _device_bytes(products: Sequence[tuple[Shape, bool]], output: int, fixed: int) -> dict[str, int]:
-    """Return the bytes by precision, with int4's scratch memory to dequantize the largest weight for many rows."""
+    """Return the bytes by precision, with the scratch memory to dequantize the largest weight for many rows."""
     elements = output + sum(shape[0] * (shape[1] + bias) for shape, bias in products)
     exact = {name: elements * size + fixed for name, size in DEVICE_PRECISION_BYTES.items()}
     rounds = [shape for shape, _ in products if supports_device_int4(*shape)]
     scratch = max((rows * columns for rows, columns in rounds), default=0)
     saved = sum(2 * rows * columns - device_int4_bytes(rows, columns) for rows, columns in rounds)
-    return {**exact, "int4": exact["bf16"] - saved + 2 * scratch}
+    codes = sum(2 * rows * columns - device_int8_bytes(rows, columns) for (rows, columns), _ in products)
+    largest = max((rows * columns for (rows, columns), _ in products), default=0)
+    return {**exact, "int8": exact["bf16"] - codes + 2 * largest, "int4": exact["bf16"] - saved + 2 * scratch}
 
 
 def layer_weights(config: ModelConfig | EncoderConfig) -> dict[int, int]:

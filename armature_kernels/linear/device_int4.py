@@ -54,7 +54,9 @@ class DeviceInt4Factory:
 
         The shared scratch memory is enlarged if necessary.
         """
-        shared_scratch(self.device, self.dtype).reserve(outputs, inputs)
+        scratch = shared_scratch(self.device, self.dtype)
+        scratch.reserve(outputs, inputs)
+        scratch.find_order(inputs)
         return DeviceInt4Linear((outputs, inputs), bias, self)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> DeviceInt4Linear:
@@ -68,13 +70,49 @@ class DeviceInt4Factory:
         return device_int4_bytes(outputs, inputs)
 
 
-class DeviceInt4Linear:
+class DeviceCodesLinear:
+    """A weight [out, in] on a device as codes with `scales`: few rows multiply by them, many by the dequantized weight."""
+
+    __slots__ = ("bias", "max_code_rows", "scales", "scratch", "shape")
+    shape: tuple[int, int]
+    bias: Tensor | None
+    scales: Tensor
+    scratch: DequantizeScratch
+    max_code_rows: int
+
+    def activation_group(self, rows: int) -> None:
+        """Return None: activations are not quantized."""
+
+    def multiply(self, x: Activations) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out] in its dtype."""
+        rows = unquantized(x)
+        if len(rows) > self.max_code_rows:
+            return F.linear(rows, self.dequantized(), self.bias)
+        if len(rows) == 0:  # a grid without blocks cannot be launched
+            return rows.new_empty(0, self.shape[0])
+        product = self.multiply_codes(rows.contiguous())
+        return product if self.bias is None else product.add_(self.bias)
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the product to hidden [tokens, out] fp32 in place."""
+        hidden += self.multiply(x)
+
+    def multiply_codes(self, rows: Tensor) -> Tensor:
+        """Multiply rows [n, in], contiguous, by the codes, without the bias."""
+        raise NotImplementedError
+
+    def dequantized(self) -> Tensor:
+        """Return the dequantized weight [out, in] in the scratch memory, valid until the next form uses it."""
+        raise NotImplementedError
+
+
+class DeviceInt4Linear(DeviceCodesLinear):
     """A weight [out, in] as four-bit codes: weight = (code - 8) * scale + zero.
 
     `scales` [groups, out, 2] contains scales and zeros. Codes are packed when the last row has been filled in.
     """
 
-    __slots__ = ("_code_pairs", "_left", "bias", "max_code_rows", "packed", "scales", "scratch", "shape")
+    __slots__ = ("_code_pairs", "_left", "packed")
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None, packing: DeviceInt4Factory) -> None:
         (outputs, inputs), device = shape, packing.device
@@ -100,25 +138,10 @@ class DeviceInt4Linear:
             self.packed = pack_code_pairs(self._code_pairs, _inner_tiles(self.shape[1]))
             self._code_pairs = self._code_pairs.new_empty(0)
 
-    def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantized."""
-
-    def multiply(self, x: Activations) -> Tensor:
-        """Multiply x [tokens, in] to [tokens, out] in its dtype, by the codes or by the dequantized weight."""
-        rows = unquantized(x)
-        if len(rows) > self.max_code_rows:
-            return F.linear(rows, self.dequantized(), self.bias)
-        if len(rows) == 0:  # a grid without blocks cannot be launched
-            return rows.new_empty(0, self.shape[0])
-        product = multiply_packed(rows.contiguous(), self.packed, self.scales)
-        return product if self.bias is None else product.add_(self.bias)
-
-    def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """Add the product to hidden [tokens, out] fp32 in place."""
-        hidden += self.multiply(x)
+    def multiply_codes(self, rows: Tensor) -> Tensor:
+        return multiply_packed(rows, self.packed, self.scales)
 
     def dequantized(self) -> Tensor:
-        """Return the dequantized weight [out, in] in the scratch memory, valid until the next form uses it."""
         out, order = self.scratch.view(*self.shape), self.scratch.order(self.shape[1])
         if triton_usable(out):
             from armature_kernels.triton.elementwise import dequantize
@@ -149,10 +172,13 @@ class DequantizeScratch:
         return self._memory.nbytes
 
     def reserve(self, outputs: int, inputs: int) -> None:
-        """Enlarge the memory to fit [outputs, inputs], and find the code order for this number of inputs."""
+        """Enlarge the memory to fit [outputs, inputs]."""
         if self._memory.numel() < outputs * inputs:
             self._memory = self._memory.new_empty(0)  # free the old buffer before allocating the new one
             self._memory = self._memory.new_empty(outputs * inputs)
+
+    def find_order(self, inputs: int) -> None:
+        """Find the code order of four-bit weights with this number of inputs."""
         if inputs not in self._orders:
             self._orders[inputs] = find_code_order(inputs, self._memory.device)
 

@@ -22,6 +22,7 @@ from armature_kernels.linear.activations import ROW_DTYPES, Activations
 from armature_kernels.linear.bf16_panels import Bf16PanelLinear
 from armature_kernels.linear.bf16_product import WideRows
 from armature_kernels.linear.device import DeviceLinear
+from armature_kernels.linear.device_int8 import DeviceInt8Linear
 from armature_kernels.linear.fp32_panels import Fp32PanelLinear
 from armature_kernels.linear.int_panels import IntPanelLinear
 from armature_kernels.linear.linear import LinearForm
@@ -130,42 +131,54 @@ class ExpertStack:
 class DeviceExpertStack:
     """All experts of a layer in the memory of a GPU, one after the other."""
 
-    __slots__ = ("down", "down_bias", "gate_up", "gate_up_bias", "has_gates")
+    __slots__ = ("down", "gate_up", "has_gates")
 
-    def __init__(self, experts: Sequence[ExpertForms]) -> None:
-        self.has_gates = experts[0].has_gates
-        self.gate_up, self.gate_up_bias = _stacked([one.gate_up for one in experts])
-        self.down, self.down_bias = _stacked([one.down for one in experts])
+    def __init__(self, gate_up: StackedWeights, down: StackedWeights, has_gates: bool) -> None:
+        self.gate_up, self.down, self.has_gates = gate_up, down, has_gates
 
     @classmethod
     def of(cls, experts: Sequence[ExpertForms]) -> DeviceExpertStack | None:
-        """Return the stack of these experts; None if their weights are quantized, or no GPU's."""
-        forms = [form for one in experts for form in (one.gate_up, one.down)]
-        if not all(isinstance(form, DeviceLinear) and triton_usable(form.weight) for form in forms):
-            return None
-        return cls(experts)
+        """Return the stack of these experts; None if the operation does not multiply their form, or there is no GPU."""
+        gate_up, down = (_stacked(forms) for forms in ([one.gate_up for one in experts], [one.down for one in experts]))
+        return None if gate_up is None or down is None else cls(gate_up, down, experts[0].has_gates)
 
     def add_to(self, hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
         """Add each row's experts of x to hidden (`run_experts_torch`)."""
         from armature_kernels.triton.experts import ExpertBlocks
 
-        blocks = ExpertBlocks.of(ids, len(self.gate_up))
-        gate_up = blocks.multiply(x, self.gate_up, self.gate_up_bias, is_sorted=False)
+        blocks = ExpertBlocks.of(ids, len(self.gate_up.weights))
+        gate_up = blocks.multiply(x, self.gate_up, is_sorted=False)
         gated = (gate if self.has_gates else activate)(gate_up, activation)
         assert isinstance(gated, Tensor), "it is not quantized"
-        sorted_results = blocks.multiply(gated, self.down, self.down_bias, is_sorted=True)
+        sorted_results = blocks.multiply(gated, self.down, is_sorted=True)
         results = torch.empty_like(sorted_results).index_copy_(0, blocks.order, sorted_results)
         hidden += (results.view(*ids.shape, -1).float() * weights[..., None]).sum(1)
 
 
-def _stacked(forms: Sequence[LinearForm]) -> tuple[Tensor, Tensor | None]:
-    """Return the weights [experts, outputs, inputs] and biases [experts, outputs]; each form has a part of them now."""
+class StackedWeights(NamedTuple):
+    """The weights of all experts: [experts, outputs, inputs], biases and, with int8 codes, scales [experts, outputs]."""
+
+    weights: Tensor
+    biases: Tensor | None = None
+    scales: Tensor | None = None
+
+
+def _stacked(forms: Sequence[LinearForm]) -> StackedWeights | None:
+    """Return the weights of these forms, each of which has a part of them now; None if a GPU does not multiply them."""
     plain = [form for form in forms if isinstance(form, DeviceLinear)]
-    weights = torch.stack([form.weight for form in plain])
-    for form, weight in zip(plain, weights, strict=True):
+    rounded = [form for form in forms if isinstance(form, DeviceInt8Linear)]
+    found = [form.weight for form in plain] or [form.codes for form in rounded]
+    if len(found) < len(forms) or not triton_usable(found[0]):
+        return None
+    weights, scales = torch.stack(found), torch.stack([form.scales for form in rounded]) if rounded else None
+    for form, weight in zip(plain, weights, strict=False):
         form.weight = weight
-    biases = [form.bias for form in plain if form.bias is not None]
-    return weights, torch.stack(biases) if biases else None
+    for number, one in enumerate(rounded):
+        assert scales is not None
+        one.codes, one.scales = weights[number], scales[number]
+    held: list[DeviceLinear | DeviceInt8Linear] = [*plain, *rounded]
+    biases = [form.bias for form in held if form.bias is not None]
+    return StackedWeights(weights, torch.stack(biases) if biases else None, scales)
 
 
 def run_experts_torch(

@@ -93,3 +93,8 @@ def supports_device_int4(outputs: int, inputs: int) -> bool:
 def device_int4_bytes(outputs: int, inputs: int) -> int:
     """Return the bytes of codes, with a scale and a zero of two bytes each per group: 0.5625 bytes per weight."""
     return outputs * inputs // 2 + 4 * outputs * (inputs // DEVICE_GROUP)
+
+
+def device_int8_bytes(outputs: int, inputs: int) -> int:
+    """Return the bytes of codes, with a scale of two bytes for each output."""
+    return outputs * inputs + 2 * outputs

@@ -20,6 +20,7 @@ from armature_kernels.linear.activations import Activations, RowGroups, quantize
 from armature_kernels.linear.bf16_panels import Bf16PanelLinear, FixedOrderFactory
 from armature_kernels.linear.device import DeviceFactory
 from armature_kernels.linear.device_int4 import DeviceInt4Factory
+from armature_kernels.linear.device_int8 import DeviceInt8Factory
 from armature_kernels.linear.device_lora import DeviceLoraProduct
 from armature_kernels.linear.fp32_panels import Fp32PanelFactory, Fp32PanelLinear
 from armature_kernels.linear.int_panels import IntPanelFactory
@@ -341,9 +342,11 @@ QUANTIZED_FORMS: Mapping[str, FormFactory] = {
     },
 }
 # Forms in the memory of a device, by device and dtype of the activations.
-DEVICE_FORMS: Mapping[str, Callable[[torch.device, torch.dtype], DeviceFactory | DeviceInt4Factory]] = {
+DevicePacking = DeviceFactory | DeviceInt4Factory | DeviceInt8Factory
+DEVICE_FORMS: Mapping[str, Callable[[torch.device, torch.dtype], DevicePacking]] = {
     "device": DeviceFactory,
     "device int4/64": DeviceInt4Factory,
+    "device int8": DeviceInt8Factory,
 }
 
 

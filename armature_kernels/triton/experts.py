@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from armature_kernels.linear.experts import StackedWeights
+
 _FEW_ROWS, _MANY_ROWS = 16, 64  # of a block; the least that a product takes, and enough to be bound by arithmetic
 _OUTPUTS, _INPUTS = 64, 64  # of a block
 
@@ -49,21 +51,21 @@ class ExpertBlocks:
         experts = torch.where(found < num_experts, expert, -1).int()
         return cls(order, experts, firsts, bounds[1:], ids.shape[1], rows)
 
-    def multiply(self, x: Tensor, weights: Tensor, biases: Tensor | None, is_sorted: bool) -> Tensor:
+    def multiply(self, x: Tensor, stacked: StackedWeights, is_sorted: bool) -> Tensor:
         """Return the products [rows * top_k, outputs] of the sorted rows with their experts' weights.
 
         Args:
             x: [rows, inputs], or [rows * top_k, inputs] if `is_sorted`; elements of a row are contiguous.
-            weights: Contiguous [experts, outputs, inputs] in the dtype of x.
-            biases: Contiguous [experts, outputs]; None without.
+            stacked: All of them contiguous; weights in the dtype of x, or codes int8 with scales.
             is_sorted: x has the sorted rows already.
         """
+        weights, biases, scales = stacked
         _, outputs, inputs = weights.shape
         assert weights.is_contiguous() and x.stride(1) == 1 and x.shape[1] == inputs, "weights are addressed by shape"
         out = x.new_empty((len(self.order), outputs))
         grid = (len(self.experts), triton.cdiv(outputs, _OUTPUTS))
         _multiply[grid](
-            x, weights, biases, out, self.order, self.experts, self.firsts, self.ends, x.stride(0),
+            x, weights, biases, scales, out, self.order, self.experts, self.firsts, self.ends, x.stride(0),
             inputs, outputs, 0 if is_sorted else self.top_k, self.rows, _OUTPUTS, _INPUTS, num_warps=4,
         )  # fmt: skip
         return out
@@ -71,7 +73,7 @@ class ExpertBlocks:
 
 @triton.jit
 def _multiply(
-    x, weights, biases, out, order, experts, firsts, ends, stride,
+    x, weights, biases, scales, out, order, experts, firsts, ends, stride,
     inputs: tl.constexpr, outputs: tl.constexpr, top_k: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -91,8 +93,10 @@ def _multiply(
         place = first + tl.arange(0, INPUTS)
         is_input = place < inputs
         left = tl.load(row_pointers + place[None, :], mask=inside[:, None] & is_input[None, :], other=0.0)
-        right = tl.load(weight_pointers + place[:, None], mask=is_input[:, None] & there[None, :], other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        right = tl.load(weight_pointers + place[:, None], mask=is_input[:, None] & there[None, :], other=0)
+        total = tl.dot(left, right.to(tl.float32).to(left.dtype), total, input_precision="ieee")  # codes are exact
+    if scales is not None:
+        total *= tl.load(scales + expert * outputs + at, mask=there, other=0.0).to(tl.float32)[None, :]
     if biases is not None:
         total += tl.load(biases + expert * outputs + at, mask=there, other=0.0).to(tl.float32)[None, :]
     target = out + rows[:, None] * outputs + at[None, :]

@@ -85,6 +85,7 @@ def test_what_is_refused_names_the_field(whisper: Any) -> None:
     cases: list[tuple[dict[str, Any], dict[str, str], str, str]] = [
         ({"file": b"not a sound"}, {}, "file", "is not a sound"),
         ({"file": bytes(head)}, {}, "file", "samples and 1 channels; it may have"),
+        ({"file": sound(5_000, 8)}, {}, "file", "5,000 s in 40,000 samples and 1 channels; it may have 4,194 s"),
         ({"file": sound(0.1, 44_101)}, {}, "file", "not a usual rate"),
         ({"other": good}, {}, "file", "missing or empty"),
         ({"file": good}, {"language": "xx"}, "language", "must be one of de, en"),

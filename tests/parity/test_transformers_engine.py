@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,18 +257,30 @@ def test_weights_in_other_formats_give_about_the_same_logits(name: str, architec
     assert all(map(len, greedy_ids(engine, PROMPTS)))
 
 
-def test_a_benchmark_measures_each_way_as_it_says(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = {"torch fp32": "fp32", "int8": "int8", "torchao int8": "torchao:Int8DynamicActivationInt8WeightConfig"}
-    refused = {} if torch.backends.kleidiai.is_available() else {"torchao int4 KleidiAI": KLEIDI_INT4[32]}
-    monkeypatch.setattr(library, "WAYS", ways | refused)
-    monkeypatch.setattr(library, "STEPS", 2)
-    monkeypatch.setattr(library, "PROMPT_TOKENS", 12)
-    directory, _ = written("CodeGenForCausalLM")
+def measured_errors(directory: Path, ways: dict[str, str], patch: pytest.MonkeyPatch) -> tuple[Any, dict[str, float]]:
+    patch.setattr(library, "WAYS", ways)
+    patch.setattr(library, "STEPS", 2)
+    patch.setattr(library, "PROMPT_TOKENS", 12)
     prepared = prepare(Settings(model=str(directory), calibrate="off", engine="transformers"))
     assert isinstance(prepared.checkpoint, Checkpoint)
     job = library.LibraryJob(prepared.checkpoint, prepared.settings, prepared.facts, 1, (1,))
     outcome = library.measure_library_steps(job)
-    errors = {figure.name.partition(", ")[2]: figure.parts["error %"] for figure in outcome.figures}
+    return outcome, {figure.name.partition(", ")[2]: figure.parts["error %"] for figure in outcome.figures}
+
+
+@pytest.mark.nightly
+def test_a_benchmark_compiles_a_model(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "missing_compiler", lambda: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # graphs, without their code
+    ways = {"torch fp32": "fp32", "torch.compile fp32": "fp32"}
+    outcome, errors = measured_errors(written("CodeGenForCausalLM")[0], ways, monkeypatch)
+    assert outcome.notes == () and 0 <= errors["torch.compile fp32"] < 0.01
+
+
+def test_a_benchmark_measures_each_way_as_it_says(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"torch fp32": "fp32", "int8": "int8", "torchao int8": "torchao:Int8DynamicActivationInt8WeightConfig"}
+    refused = {} if torch.backends.kleidiai.is_available() else {"torchao int4 KleidiAI": KLEIDI_INT4[32]}
+    outcome, errors = measured_errors(written("CodeGenForCausalLM")[0], ways | refused, monkeypatch)
     assert [*errors] == [*ways], "each way was measured"
     assert [note.partition(":")[0] for note in outcome.notes] == [*refused]
     assert errors["torch fp32"] == 0 and errors["int8"] > 0 and errors["torchao int8"] > 0
@@ -364,3 +377,9 @@ def test_layers_of_one_input_share_a_product_which_is_never_an_older_one() -> No
     assert float(product.part(x, 1)[0, 0]) == 14, "a changed input has another product"
     x.fill_(8)
     assert float(product.part(x, 1)[0, 0]) == 16, "as has one that is asked for again"
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            x = torch.ones(1, 2)
+            assert float(product.part(x, 0)[0, 0]) == 1
+            x[:, :1].add_(3)
+            assert float(product.part(x, 1)[0, 0]) == 8, f"written to between two of its layers, in {mode.__name__}"

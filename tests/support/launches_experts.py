@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from armature_kernels.linear.experts import StackedWeights
 from armature_kernels.triton.experts import ExpertBlocks
 
 BF16 = torch.bfloat16
 
 
-def _launch(rows: int, dtype: torch.dtype, has_bias: bool) -> None:
+def _launch(rows: int, dtype: torch.dtype, has_bias: bool, has_codes: bool = False) -> None:
     experts, top_k, inputs, outputs = 32, 4, 2048, 768
     ids = torch.zeros((rows, top_k), dtype=torch.int64)
     biases = torch.zeros((experts, outputs), dtype=dtype) if has_bias else None
-    weights = torch.zeros((experts, outputs, inputs), dtype=dtype)
+    weights = torch.zeros((experts, outputs, inputs), dtype=torch.int8 if has_codes else dtype)
+    stacked = StackedWeights(weights, biases, torch.zeros((experts, outputs), dtype=dtype) if has_codes else None)
     blocks = ExpertBlocks.of(ids, experts)
-    blocks.multiply(torch.zeros((rows, inputs), dtype=dtype), weights, biases, is_sorted=False)
-    blocks.multiply(torch.zeros((rows * top_k, inputs), dtype=dtype), weights, biases, is_sorted=True)
+    blocks.multiply(torch.zeros((rows, inputs), dtype=dtype), stacked, is_sorted=False)
+    blocks.multiply(torch.zeros((rows * top_k, inputs), dtype=dtype), stacked, is_sorted=True)
 
 
 def launch_few() -> None:
@@ -29,3 +31,11 @@ def launch_many() -> None:
 
 def launch_fp32() -> None:
     _launch(4, torch.float32, has_bias=False)
+
+
+def launch_int8_few() -> None:
+    _launch(4, BF16, has_bias=False, has_codes=True)
+
+
+def launch_int8_many() -> None:
+    _launch(512, BF16, has_bias=False, has_codes=True)

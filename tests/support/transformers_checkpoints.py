@@ -88,6 +88,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "Zamba2ForCausalLM": {"num_hidden_layers": 6, "layers_block_type": [*_LAYERS_OF_ZAMBA, "linear_attention"] * 2},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
+    "XLMWithLMHeadModel": {"causal": True},
     "XmodForCausalLM": {"languages": ["en_XX"], "default_language": "en_XX"},
     "FalconH1ForCausalLM": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
 }

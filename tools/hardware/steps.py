@@ -130,26 +130,33 @@ def measured(prepared: Prepared, rows: int, num_steps: int) -> dict[str, Any]:
     steps = Steps(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), num_steps)
     with torch.inference_mode():
         step = steps.decode(rows)
+        found = device_time(
+            built, rows, step
+        )  # now: a replay reads the inputs of the last step, and these are of its shape
         rules = {name: steps.decode(rows, **params) / step for name, params in _PARAMS.items()}
         longest = plan.memory.max_model_len - 4 * STEPS
-        found = {
+        return found | {
             "rows": rows,
             "step_seconds": step,
             "rules": rules,
             "long_context": steps.decode(rows, longest) / step,
             "first_token_seconds": steps.first_token(),
         }
-        shape = built.runner.shapes.find(rows, PROMPT_TOKENS)
-        captured = None if shape is None else built.runner.graphs.captured.get(shape)
-        if captured is None:
-            return found | {"reason": built.runner.graphs.reason or "not captured"}
-        built.backend.synchronize()
-        began = time.perf_counter()
-        for _ in range(REPLAYS):
-            captured.replay()
-        built.backend.synchronize()
-        device = (time.perf_counter() - began) / REPLAYS
-    return found | {"device_seconds": device, "idle": max(0.0, 1 - device / step)}
+
+
+def device_time(built: Any, rows: int, step: float) -> dict[str, Any]:
+    """Return the device's seconds of the captured step that ran last, and its idle time, or the reason why not."""
+    shape = built.runner.shapes.find(rows, PROMPT_TOKENS)
+    captured = None if shape is None else built.runner.graphs.captured.get(shape)
+    if captured is None:
+        return {"reason": built.runner.graphs.reason or "not captured"}
+    built.backend.synchronize()
+    began = time.perf_counter()
+    for _ in range(REPLAYS):
+        captured.replay()
+    built.backend.synchronize()
+    device = (time.perf_counter() - began) / REPLAYS
+    return {"device_seconds": device, "idle": max(0.0, 1 - device / step)}
 
 
 if __name__ == "__main__":

@@ -16,10 +16,8 @@ from app.weights.form_choice import CacheablePacking, FormChoice
 from app.weights.forms import OUTPUT_SOURCES
 from armature_kernels.linear.activations import Activations, rows_of
 from armature_kernels.linear.bf16_panels import HybridFactory
-from armature_kernels.linear.device import DeviceFactory
-from armature_kernels.linear.device_int4 import DeviceInt4Factory
 from armature_kernels.linear.fp32_panels import FloatPanelLinear
-from armature_kernels.linear.linear import FormFactory, Linear, LinearForm
+from armature_kernels.linear.linear import DevicePacking, FormFactory, Linear, LinearForm
 from armature_kernels.linear.torchao_linear import TorchaoFactory
 from armature_kernels.native.memory import allocate_weights
 
@@ -30,7 +28,6 @@ MAX_LAYER_BYTES = 768 * 2**20
 MAX_TOKEN_IDS = 4096  # number of different token ids in steps
 MAX_ROUTED_ROWS = 8192  # rows of a step
 NOISE_ELEMENTS = 2**23  # elements of a weight that are generated on a device at a time
-DevicePackings = DeviceFactory | DeviceInt4Factory
 # Address space of a region: enough for `MAX_LAYER_BYTES` and an output layer. Only what trials use takes memory.
 REGION_BYTES = 2**30
 ALIGNMENT = 4096
@@ -124,7 +121,7 @@ class SyntheticForms:
         packing = packing.few if isinstance(packing, HybridFactory) else packing
         if isinstance(packing, CacheablePacking):
             return sum(packing.part_bytes(linear.out_features, linear.in_features))
-        if isinstance(packing, DevicePackings):
+        if isinstance(packing, DevicePacking):
             return packing.weight_bytes(linear.out_features, linear.in_features)
         if isinstance(packing, TorchaoFactory):
             return self.form(linear).nbytes
@@ -195,7 +192,7 @@ def synthetic_form(
     if isinstance(packing, CacheablePacking):
         parts = [filled_bytes(nbytes) for nbytes in packing.part_bytes(outputs, inputs)]
         return packing.from_parts(outputs, inputs, bias, parts)
-    if isinstance(packing, DevicePackings):
+    if isinstance(packing, DevicePacking):
         return _noise_form(packing, outputs, inputs, bias)
     empty = packing.empty_form(outputs, inputs, bias)
     if isinstance(empty, FloatPanelLinear):
@@ -204,7 +201,7 @@ def synthetic_form(
     return packing.pack(torch.full((outputs, inputs), FILL_WEIGHT, dtype=dtype), bias)
 
 
-def _noise_form(packing: DevicePackings, outputs: int, inputs: int, bias: Tensor | None) -> LinearForm:
+def _noise_form(packing: DevicePacking, outputs: int, inputs: int, bias: Tensor | None) -> LinearForm:
     """Build the form filled with noise: a GPU's power, and so its speed, depends on how many bits change."""
     form, step = packing.empty_form(outputs, inputs, bias), max(1, NOISE_ELEMENTS // inputs)
     generator = torch.Generator(packing.device).manual_seed(0)

@@ -125,18 +125,24 @@ class JoinedPart(nn.Module):
 
 
 class JoinedProduct:
-    """The product of one input with the weights of several layers, each of which takes its columns once."""
+    """The product of one input with the weights of several layers, each of which takes its columns once.
+
+    It is computed again for an input that was written to since. Tensors of the inference mode do not count writes, so
+    that their products are not shared: models run by `no_grad`.
+    """
 
     def __init__(self, multiply: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> None:
         self._multiply, self._sizes = multiply, list(sizes)
         self._input: Tensor | None = None
+        self._version = 0
         self._parts: list[Tensor | None] = [None] * len(self._sizes)
 
     def part(self, x: Tensor, number: int) -> Tensor:
         """Return the columns of one layer, [..., size]. The product is kept until all layers have taken theirs."""
-        taken = self._parts[number] if x is self._input else None
+        version = -1 if x.is_inference() else x._version
+        taken = self._parts[number] if x is self._input and version == self._version >= 0 else None
         if taken is None:
-            self._input = x
+            self._input, self._version = x, version
             self._parts = list(torch.split(self._multiply(x), self._sizes, -1))
             taken = self._parts[number]
         assert taken is not None, "it was computed above"

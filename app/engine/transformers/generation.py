@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from app.backends.base import BaseBackend
-from app.backends.selection import HOST_BACKENDS, select_device_backend, select_host_backend
-from app.engine.build import BuildRequest, BuiltEngine, prepare_device
+from app.engine.build import BuildRequest, BuiltEngine
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.sampling.sampler import Sampler, TokenMasks, beam_candidates, normalized_candidates
 from app.engine.scheduler.batch import Batch, RunsAtOnce, SampledTokens, ScheduledSpan, Sequence, logit_rows_of
@@ -85,7 +83,7 @@ class GenerationRunner(RunsAtOnce):
 
     def run(self, batch: Batch) -> list[SampledTokens]:
         """Compute a batch and return the samples of each row that samples, in order of the spans."""
-        with torch.inference_mode():
+        with torch.no_grad():
             rows = logit_rows_of(batch.spans)
             masks = self._masks.for_step(batch.spans, len(rows))
             self._masks = masks or self._masks
@@ -167,15 +165,13 @@ def build_generation_engine(
 ) -> BuiltEngine[GenerationEngine, GenerationRunner, PreTrainedModel]:
     """Load the model with transformers, see what of it can be batched, and build the engine. Raises a `StartupError`."""
     plan = request.plan
-    on_host = plan.placement.device in HOST_BACKENDS
-    backend: BaseBackend = prepare_device(request, select_host_backend if on_host else select_device_backend)
 
     def attempt(model: PreTrainedModel) -> tuple[GenerationSteps, Trial]:
         request.report("warming up")
         steps = GenerationSteps(model, request.checkpoint.needs().vocab_size)
         return steps, try_model(steps, request)
 
-    model, (steps, trial) = load_and_try(request, backend, attempt, "generate with it")
+    model, backend, (steps, trial) = load_and_try(request, attempt, "generate with it")
     rules = TokenRules(model, request.eos_token_ids)
     _LOG.info(
         "transformers computes %s: %s, prompts %s",

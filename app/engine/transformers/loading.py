@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from app.backends.base import BaseBackend
-from app.engine.build import BuildRequest, percent_reporter
+from app.backends.selection import HOST_BACKENDS, select_device_backend, select_host_backend
+from app.engine.build import BuildRequest, percent_reporter, prepare_device
 from app.engine.transformers.fused import JoinedPart, JoinedProduct, fuse, siblings
 from app.errors import CheckpointInvalid, StepFailed
 from app.hardware.imports import compiler_absent
@@ -41,20 +42,22 @@ _LOG = logging.getLogger(__name__)
 
 
 def load_and_try(
-    request: BuildRequest[Checkpoint], backend: BaseBackend, attempt: Callable[[PreTrainedModel], TriedT], purpose: str
-) -> tuple[PreTrainedModel, TriedT]:
-    """Return the model and what a first use of it gives.
+    request: BuildRequest[Checkpoint], attempt: Callable[[PreTrainedModel], TriedT], purpose: str
+) -> tuple[PreTrainedModel, BaseBackend, TriedT]:
+    """Return the model, its backend, and what a first use of the model gives.
 
     A class whose own code reads the weights that this package would hold is loaded again as the library holds them,
     unless that is another precision. Raises `CheckpointInvalid`, whose sentence ends with the `purpose`.
     """
     plan, config = request.plan, request.checkpoint.model_config
     assert isinstance(config, TransformersConfig), "transformers computes the model"
+    on_host = plan.placement.device in HOST_BACKENDS
+    backend: BaseBackend = prepare_device(request, select_host_backend if on_host else select_device_backend)
     has_choice = plan.weights.precision in ("fp32", "bf16") and packs(plan, config)
     for is_packed in (True, False) if has_choice else (True,):
         model = load_for_plan(request, backend, is_packed=is_packed)
         try:
-            return model, attempt(model)
+            return model, backend, attempt(model)
         except (*LIBRARY_ERRORS, StepFailed) as error:
             reason, kind = first_line(error), type(model).__name__
     how = "" if plan.weights.precision in ("fp32", "bf16") else f" in {plan.weights.precision}"

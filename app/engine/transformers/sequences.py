@@ -242,6 +242,8 @@ def _select_layer(layer: Any, rows: list[int], common: int) -> Any:
 class GenerationSteps:
     """Computes steps of a model's sequences. For the worker thread."""
 
+    has_room = True  # for the keys and values of more tokens; without it, each step copies all
+
     def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
         self.model, self.vocab_size, self.device = model, vocab_size, model.device
         accepted = signature(model.forward).parameters
@@ -309,7 +311,8 @@ class GenerationSteps:
         if self._has_cache:
             text = self.model.config.get_text_config(decoder=True)
             kwargs[self._cache_name] = cache = DynamicCache(config=text)
-            cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+            if self.has_room:
+                cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
             if self.has_encoder:
                 # Of a decoder with windows too, all of the source is kept.
                 kwargs[self._cache_name] = EncoderDecoderCache(cache, DynamicCache())

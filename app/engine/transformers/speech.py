@@ -21,8 +21,7 @@ from app.engine.transformers.tasks import Item, Parameters, Task
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.models.transformers_config import INSTALL
 
-MAX_SECONDS = 4 * 3600
-_MAX_FRAMES = 2**26  # 256 MiB as one channel; 70 minutes at 16 kHz
+_MAX_FRAMES = 2**26  # of a file, and at the model's rate: 256 MiB as one channel; 70 minutes at 16 kHz
 _MAX_CHANNELS = 8
 _BLOCK_FRAMES = 2**20
 _MOST_PHASES = 2_000  # of a resampler: 441 for 44,100 Hz
@@ -45,11 +44,11 @@ def read_sound(data: bytes, rate: int, field: str = "inputs") -> Samples:
         raise UnsupportedParameter(f"This server cannot read sounds; its operator can: {INSTALL}.", field) from error
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            seconds = file.frames / max(1, file.samplerate)
-            if file.channels > _MAX_CHANNELS or file.frames > _MAX_FRAMES or seconds > MAX_SECONDS:
+            seconds, longest = file.frames / max(1, file.samplerate), _MAX_FRAMES // rate
+            if file.channels > _MAX_CHANNELS or file.frames > _MAX_FRAMES or seconds > longest:
                 raise InvalidRequest(
                     f"{field} has {seconds:,.0f} s in {file.frames:,} samples and {file.channels} channels; it may have"
-                    f" {MAX_SECONDS:,} s, {_MAX_FRAMES:,} samples and {_MAX_CHANNELS} channels.",
+                    f" {longest:,} s, {_MAX_FRAMES:,} samples and {_MAX_CHANNELS} channels.",
                     field,
                 )
             blocks, left = [], _MAX_FRAMES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, pipeline
 from transformers.pipelines.base import ChunkPipeline, Pipeline
 
-from app.backends.base import BaseBackend
-from app.backends.selection import HOST_BACKENDS, select_device_backend, select_host_backend
-from app.engine.build import BuildRequest, BuiltEngine, prepare_device
+from app.engine.build import BuildRequest, BuiltEngine
 from app.engine.encoder.batching import BatchingDelay
 from app.engine.transformers.loading import LIBRARY_ERRORS, load_and_try
 from app.engine.transformers.pictures import TextPictureModel, image_classification
@@ -79,10 +78,7 @@ def _token_classification(model: PreTrainedModel, reader: TextReader) -> Task:
             reader.check_length(item)
         return items
 
-    def finish(outputs: list[Item], parameters: Parameters) -> Any:
-        return _finished_by(pipe, outputs, parameters)
-
-    return Task(split, finish, _CHECK_TEXT, by_token=("logits",))
+    return Task(split, partial(_finished_by, pipe), _CHECK_TEXT, by_token=("logits",))
 
 
 def _fill_mask(model: PreTrainedModel, reader: TextReader) -> Task:
@@ -98,10 +94,7 @@ def _fill_mask(model: PreTrainedModel, reader: TextReader) -> Task:
             raise InvalidRequest(f"inputs has no {tokenizer.mask_token}, which is to be filled.", "inputs")
         return [item]
 
-    def finish(outputs: list[Item], parameters: Parameters) -> Any:
-        return _finished_by(pipe, outputs, parameters)
-
-    return Task(split, finish, f"A {tokenizer.mask_token} text.", by_token=("logits",))
+    return Task(split, partial(_finished_by, pipe), f"A {tokenizer.mask_token} text.", by_token=("logits",))
 
 
 def _text_classification(model: PreTrainedModel, reader: TextReader) -> Task:
@@ -174,8 +167,6 @@ def build_task_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[TaskEngi
     """Load the model with transformers and try its tasks. Raises a `StartupError`."""
     plan, config = request.plan, request.checkpoint.model_config
     assert isinstance(config, TaskConfig), "a model that does tasks"
-    on_host = plan.placement.device in HOST_BACKENDS
-    backend: BaseBackend = prepare_device(request, select_host_backend if on_host else select_device_backend)
 
     def try_model(model: PreTrainedModel) -> TaskEngine:
         request.report("warming up")
@@ -188,7 +179,7 @@ def build_task_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[TaskEngi
             runner.pad_id = None
         return engine
 
-    model, engine = load_and_try(request, backend, try_model, f"do {', '.join(config.tasks)} with it")
+    model, backend, engine = load_and_try(request, try_model, f"do {', '.join(config.tasks)} with it")
     _LOG.info("transformers computes %s: %s", type(model).__name__, ", ".join(engine.model.tasks))
     return BuiltEngine(engine, engine.model, model, backend)
 

@@ -79,7 +79,7 @@ class TaskModel:
     def compute(self, task: str, items: Sequence[Item], parameters: Parameters) -> Sequence[Item]:
         """Return the items with their outputs. `parameters` are those of every item if the task has its own call."""
         described = self.tasks[task]
-        with torch.inference_mode():
+        with torch.no_grad():
             if described.call is not None:
                 return described.call(items, parameters)
             inputs = {name: self._join(name, [item[name] for item in items]) for name in self._inputs(items[0])}

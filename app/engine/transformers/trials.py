@@ -71,7 +71,7 @@ def try_model(steps: GenerationSteps, request: BuildRequest[Checkpoint]) -> Tria
     """Return what an earlier start found, after one sequence, or try the model. Raises one of `LIBRARY_ERRORS`."""
     file = _file_of(request)
     known = None if file is None else _read(file)
-    with torch.inference_mode():
+    with torch.no_grad():
         if known is not None:
             _alone(steps, _CHECKED_LENGTHS[1], 0)
             return known

@@ -77,8 +77,8 @@ def test_a_missing_row_lists_those_that_exist() -> None:
 @pytest.mark.parametrize(
     ("device", "architecture", "precisions"),
     [
-        ("cuda", "x86_64", {"fp32", "bf16", "int4"}),
-        ("cuda", "arm64", {"fp32", "bf16", "int4"}),
+        ("cuda", "x86_64", {"fp32", "bf16", "int8", "int4"}),
+        ("cuda", "arm64", {"fp32", "bf16", "int8", "int4"}),
         ("mps", "arm64", {"fp32", "bf16", "fp16", "int4"}),
         ("mps", "x86_64", set()),
     ],
@@ -87,8 +87,8 @@ def test_devices_are_served_in_these_precisions_and_no_others(
     device: str, architecture: str, precisions: set[str]
 ) -> None:
     assert {name for kind, built, name in RECIPES if (kind, built) == (device, architecture)} == precisions
-    with pytest.raises(NoRecipe, match=f"int8 on {device}"):
-        find_recipe(device, architecture, "int8")
+    with pytest.raises(NoRecipe, match=f"int4-small on {device}"):
+        find_recipe(device, architecture, "int4-small")
 
 
 def test_four_bits_on_a_device_leave_the_output_layer_as_it_is() -> None:

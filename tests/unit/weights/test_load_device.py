@@ -22,7 +22,7 @@ from app.weights.checkpoint import open_checkpoint
 from app.weights.load import Packing, load_model
 from armature_kernels.linear import device_int4
 from armature_kernels.linear.device import DeviceLinear
-from armature_kernels.linear.device_int4 import DeviceInt4Linear
+from armature_kernels.linear.device_int4 import DeviceCodesLinear, DeviceInt4Linear
 from armature_kernels.linear.linear import Linear
 from loaded_models import load, load_on, plan_of
 from reference_attention import PlainAttend, context_of
@@ -61,7 +61,12 @@ def test_fewer_bits_are_near(tiled: TiledCodes, tmp_path: Path, architecture: st
     """Four bits of random weights leave as much as in a processor's forms (test_quantized_models.py)."""
     directory = write_checkpoint(tmp_path, architecture, **WIDE)
     exact = logits(load(directory))
-    for dtype, within, kind in (("bfloat16", 0.03, "cuda"), ("float16", 0.004, "mps"), ("int4", 0.5, "cuda")):
+    for dtype, within, kind in (
+        ("bfloat16", 0.03, "cuda"),
+        ("float16", 0.004, "mps"),
+        ("int8", 0.04, "cuda"),
+        ("int4", 0.5, "cuda"),
+    ):
         assert (logits(load_on(directory, dtype, kind)) - exact).norm() <= within * exact.norm(), dtype
     assert tiled.multiplied and {type(form) for form in forms_of(load_on(directory, "int4"))} == {
         DeviceLinear,
@@ -145,11 +150,11 @@ def test_the_plan_counts_the_bytes_that_are_held(
 ) -> None:
     directory = write_checkpoint(tmp_path, architecture, **shape)
     counted = open_checkpoint(directory).needs().device_bytes_by_precision
-    assert set(counted) == {"fp32", "bf16", "fp16", "int4"} and counted["fp16"] == counted["bf16"]
-    for dtype, precision in (("float32", "fp32"), ("bfloat16", "bf16"), ("int4", "int4")):
+    assert set(counted) == {"fp32", "bf16", "fp16", "int8", "int4"} and counted["fp16"] == counted["bf16"]
+    for dtype, precision in (("float32", "fp32"), ("bfloat16", "bf16"), ("int8", "int8"), ("int4", "int4")):
         model = load_on(directory, dtype)
-        rounded = [form for form in forms_of(model) if isinstance(form, DeviceInt4Linear)]
-        assert bool(rounded) or precision != "int4" or not shape
+        rounded = [form for form in forms_of(model) if isinstance(form, DeviceCodesLinear)]
+        assert bool(rounded) or not precision.startswith("int") or not shape
         assert held_bytes(model) + (rounded[0].scratch.nbytes if rounded else 0) == counted[precision], precision
 
 

@@ -75,6 +75,10 @@ def test_without_the_extra_the_refusal_names_the_command(tmp_path: Path, monkeyp
             {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "own.Own"}},
             "trust_remote_code stays off",
         ),
+        (
+            {"architectures": ["OwnForSequenceClassification"], "auto_map": {"AutoModel": "own.Own"}},
+            "not supported as an encoder.*trust_remote_code stays off",
+        ),
         ({"architectures": ["T5ForConditionalGeneration"]}, "encoder that reads the text.*has no class"),
         ({"hidden_size": "32"}, "hidden_size must be an integer"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights of a MambaForCausalLM"),
@@ -85,6 +89,21 @@ def test_what_transformers_cannot_serve_either_is_refused_by_its_name(
 ) -> None:
     with pytest.raises(CheckpointInvalid, match=said):
         open_checkpoint(write(tmp_path, **values))
+
+
+@pytest.mark.parametrize(
+    "values, kind",
+    [
+        ({"architectures": ["XLMWithLMHeadModel"]}, "encoder"),  # it fills masks
+        ({"architectures": ["XLMWithLMHeadModel"], "causal": True}, "decoder"),
+        ({"architectures": ["Qwen2AudioForConditionalGeneration"], "text_config": MAMBA}, "decoder"),
+        ({"architectures": ["VoxtralForConditionalGeneration"], "text_config": MAMBA}, "decoder"),  # of texts alone
+    ],
+)
+def test_a_class_of_several_tables_does_what_its_configuration_says(
+    values: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    assert open_checkpoint(write(tmp_path, **values)).kind == kind
 
 
 @pytest.mark.parametrize(

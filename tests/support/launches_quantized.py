@@ -1,10 +1,11 @@
-"""Launches that write a weight of four bits out, as serving makes them: what tests/parity/gpu/test_int4.py compiles."""
+"""Launches of quantized weights as serving makes them, which tests/parity/gpu/test_quantized.py compiles."""
 
 from __future__ import annotations
 
 import torch
 
 from armature_kernels.triton import elementwise
+from armature_kernels.triton.linear import multiply_int8
 
 
 def launch_write_out() -> None:
@@ -16,3 +17,10 @@ def launch_write_out() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         scales = torch.zeros(inputs // 64, outputs, 2, dtype=dtype)
         elementwise.dequantize(packed, order, scales, torch.empty(outputs, inputs, dtype=dtype))
+
+
+def launch_int8() -> None:
+    for outputs, inputs in ((2048, 2048), (28672, 4096)):
+        codes, scales = torch.zeros(outputs, inputs, dtype=torch.int8), torch.zeros(outputs, dtype=torch.bfloat16)
+        for rows in (1, 17, 128):
+            multiply_int8(torch.zeros(rows, inputs, dtype=torch.bfloat16), codes, scales)

@@ -1,4 +1,4 @@
-"""Dequantization by Triton against its reference, and on a GPU torch's int4 product against the dequantized weight."""
+"""Dequantization and the int8 product by Triton against references, and on a GPU torch's int4 product."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from armature_kernels.linear import device_int4
+from armature_kernels.linear import device_int4, device_int8
 from armature_kernels.linear.device_int4 import DeviceInt4Factory, dequantize_torch
+from armature_kernels.linear.device_int8 import DeviceInt8Factory
 from armature_kernels.triton.elementwise import dequantize
 from compiled_kernels import CAPABILITIES, compile_all
 from tiled_codes import TiledCodes, fresh_scratch
@@ -35,11 +36,39 @@ def test_what_is_written_out_is_what_the_codes_mean(
     )
 
 
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "dtype"),
+    [
+        (1, 24, 200, torch.bfloat16),
+        (17, 16, 128, torch.float32),
+        (70, 40, 64, torch.bfloat16),
+        (128, 16384, 16, torch.float16),
+    ],
+)
+@torch.inference_mode()
+def test_rows_times_int8_codes_are_the_dequantized_product(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(device_int8, "triton_usable", lambda tensor: True)
+    monkeypatch.setattr(device_int8, "shared_scratch", fresh_scratch())
+    generator = torch.Generator().manual_seed(rows)
+    weight, x, bias = (
+        torch.randn(size, generator=generator) for size in ((outputs, inputs), (rows, inputs), (outputs,))
+    )
+    form = DeviceInt8Factory(gpu, dtype).pack(weight, bias.to(dtype))
+    x = x.to(gpu, dtype)
+    exact = F.linear(x.float(), form.codes.float() * form.scales.float()[:, None], bias.to(gpu, dtype).float())
+    close = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(form.multiply(x).float(), exact, rtol=close, atol=close * inputs**0.5)
+    form.max_code_rows = 0
+    torch.testing.assert_close(form.multiply(x).float(), exact, rtol=2 * close, atol=2 * close * inputs**0.5)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_it_compiles_and_keeps_within_registers(capability: int) -> None:
-    found = compile_all("launches_int4", capability)
-    assert {one.kernel for one in found} == {"_dequantize"} and not any(one.stack for one in found)
+    found = compile_all("launches_quantized", capability)
+    assert {one.kernel for one in found} == {"_dequantize", "_multiply_int8"} and not any(one.stack for one in found)
 
 
 @pytest.mark.cuda
