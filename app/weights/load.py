@@ -185,14 +185,8 @@ class _ModelLoader:
                 self._pack(layer, None if kept is None else kept.blobs)
         self._fill_tables({linear.sources: linear.form for linear in linears})
         notes = PackNotes(self.choice.upgraded, self._measure_cost()) if kept is None else kept.notes
-        if (
-            kept is None
-            and self.choice.recipe is INT8_ROWS
-            and (notes.cost is None or notes.cost > MOST_ROW_SCALE_COST)
-        ):
-            upgraded = frozenset(source for linear in linears for source in linear.sources)
-            layers = self._pack_upgraded(linears, layers, upgraded)
-            notes = PackNotes(upgraded, self._measure_cost())
+        if kept is None and self.choice.recipe is INT8_ROWS:
+            layers, notes = self._pack_finer(linears, layers, notes)
         self.progress(self.total, self.total)
         if pack_file is not None and kept is None:
             blobs = [blob for layer in layers for blob in layer.blobs(self.smooth_scales.get(layer.linear.sources))]
@@ -200,6 +194,20 @@ class _ModelLoader:
         if notes.cost is not None:
             self.packing.report_cost(notes.cost)
         return pack_file
+
+    def _pack_finer(
+        self, linears: Sequence[Linear], layers: list[LayerPacking], notes: PackNotes
+    ) -> tuple[list[LayerPacking], PackNotes]:
+        """Pack an encoder's products with scales of groups, as many as it takes for vectors that are close enough."""
+        # The last product of a block reads activations, which have the largest outliers.
+        narrowing = [linear for linear in linears if linear.in_features > linear.out_features]
+        for finer in (narrowing, linears):
+            if notes.cost is not None and notes.cost <= MOST_ROW_SCALE_COST:
+                break
+            upgraded = frozenset(source for linear in finer for source in linear.sources)
+            layers = self._pack_upgraded(linears, layers, upgraded)
+            notes = PackNotes(upgraded, self._measure_cost())
+        return layers, notes
 
     def _read_pack(self, pack_file: PackFile, linears: Sequence[Linear]) -> PackedWeights | None:
         if self.is_calibrated and self.packing.replaces_pack:

@@ -19,7 +19,6 @@ from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
 from app.models.encoders.encoder import Encoder
 from app.settings import load_settings
-from app.weights import load
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import Packing, load_model
@@ -55,18 +54,23 @@ def groups_of(model: Encoder) -> set[int]:
 
 
 @pytest.mark.skipif(native_library().wide_rows > 0, reason="rows are multiplied in bf16")
-@pytest.mark.parametrize("most", [1.0, 0.0])
+@pytest.mark.parametrize(
+    ("measured", "groups"),
+    [((0.001,), {32, 64}), ((0.01, 0.001), {32}), ((None, 0.01, 0.01), {32})],
+    ids=["rows", "groups before the last products", "groups"],
+)
 def test_rows_have_one_scale_if_the_vectors_stay_close_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: tuple[float | None, ...], groups: set[int]
 ) -> None:
-    monkeypatch.setattr(load, "MOST_ROW_SCALE_COST", most)
+    found = iter(measured)
+    monkeypatch.setattr(streaming, "measure_encoder_cost", lambda *_: next(found))
     checkpoint, costs = open_checkpoint(write_encoder(tmp_path / "tiny")), list[float]()
     plan = plan_of(checkpoint, "int8", tmp_path / "cache")
-    models = [build_encoder_engine(BuildRequest(checkpoint, plan, report_cost=costs.append)).model for _ in range(2)]
-    for model in models:  # packed, and read from the pack
+    for _ in range(2):  # packed, and read from the pack
+        model = build_encoder_engine(BuildRequest(checkpoint, plan, report_cost=costs.append)).model
         assert isinstance(model, Encoder)
-        assert (groups_of(model) == {32}) == (most == 0.0)
-    assert costs[0] == costs[1] > 0.0
+        assert groups_of(model) == groups
+    assert costs == [measured[-1]] * 2 and next(found, None) is None
 
 
 def measure(
