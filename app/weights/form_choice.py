@@ -12,13 +12,10 @@ from app.hardware.plan.plan import ServingPlan
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layers import Norm
 from app.models.decoders.shapes import is_expert, is_router
-from app.models.encoders.config import EncoderConfig
 from app.weights.forms import (
     DETERMINISTIC_RECIPES,
     DEVICE_EXACT,
     EXACT,
-    INT8,
-    INT8_ROWS,
     KEPT_FORMS,
     OUTPUT_SOURCES,
     KeptLayers,
@@ -39,7 +36,6 @@ from armature_kernels.linear.row_split import RowSplitFactory, RowSplitLinear
 from armature_kernels.linear.torchao_config import is_torchao
 from armature_kernels.linear.torchao_linear import TorchaoFactory, check_runs
 from armature_kernels.native.arguments import OpCode
-from armature_kernels.native.library import native_library
 from armature_kernels.native.operations import has_kernel
 
 # Routers are not quantized: a small error can select other experts. One summation order for any number of rows.
@@ -212,14 +208,6 @@ def form_choice(
         else find_recipe(kind, host_architecture(), precision)
     )
     own = None if kind == "cpu" else device
-    # With AMX, rows are multiplied in bf16, which gains nothing by fewer scales.
-    if (
-        recipe is INT8
-        and isinstance(config, EncoderConfig)
-        and "embedding" in config.outputs
-        and not native_library().wide_rows
-    ):
-        recipe = INT8_ROWS
     if is_torchao(precision):
         check_runs(precision, own, DTYPES[plan.weights.dtype])
     upgraded: frozenset[str] = frozenset()

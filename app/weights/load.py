@@ -29,7 +29,7 @@ from app.models.program import PackedProduct, Program
 from app.models.program_graph import Ref
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice, LayerPacking, form_choice
-from app.weights.forms import INT8_ROWS, MOST_ROW_SCALE_COST, QUANTIZED, choose_upgrades, is_output, is_value
+from app.weights.forms import INT8, INT8_ROWS, MOST_ROW_SCALE_COST, QUANTIZED, choose_upgrades, is_output, is_value
 from app.weights.packs import PackedWeights, PackFile, PackFolder, PackNotes, Progress
 from app.weights.program import CONVOLUTIONS, Archive, ProgramCheckpoint, StoredTensor
 from app.weights.safetensors import TensorEntry
@@ -51,6 +51,7 @@ from armature_kernels.linear.smoothing import (
 )
 from armature_kernels.linear.torchao_config import is_torchao
 from armature_kernels.linear.torchao_linear import TorchaoFactory
+from armature_kernels.native.library import native_library
 
 Model = Decoder | Encoder | DraftHead
 ReportCost = Callable[[float], None]  # takes the cost of quantization in quality, see `Packing`
@@ -146,6 +147,10 @@ class _ModelLoader:
         self.checkpoint, self.progress, self.packing = checkpoint, progress, packing
         self.choice = form_choice(plan, checkpoint.model_config, backend.device, checkpoint.tensors)
         self.model = _build(checkpoint, self.choice.dtype, plan.memory.max_model_len, backend.device)
+        # The plan counts on the speed of groups. With AMX rows are multiplied in bf16, which gains nothing by fewer scales.
+        has_vectors = isinstance(self.model, Encoder) and "embedding" in self.model.config.outputs
+        if has_vectors and self.choice.recipe is INT8 and not native_library().wide_rows:
+            self.choice = replace(self.choice, recipe=INT8_ROWS)
         self.precision = plan.weights.precision
         self.is_quantized = self.precision in QUANTIZED and self.choice.device is None
         # Codes of the checkpoint that are kept are not rounded again.
