@@ -154,6 +154,8 @@ async def test_json_that_is_repeated_before_other_bytes_is_read_as_the_first_tim
         with monkeypatch.context() as patch:
             patch.setattr(tensors, "parse_body", None)  # is not called again
             assert outputs(await served.infer(sent, second)) == {"sum": [24, 3]}
+        (known,) = tensors._known_heads.values()
+        assert not known._request.inputs, "no client's values are kept"
         for tail in (first[:-4], first + b"1234", b""):
             assert (await served.infer(sent, tail)).status_code == 400
         for _ in range(2):

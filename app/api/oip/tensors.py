@@ -11,7 +11,7 @@ import asyncio
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -304,7 +304,8 @@ class KnownHead:
     """
 
     def __init__(self, request: InferRequest) -> None:
-        self._request, self._places = request, []
+        self._request = replace(request, inputs={})  # without the first values, which may be many
+        self._places: list[tuple[str, str, tuple[int, ...], int, int]] = []
         self.num_bytes = 0
         for name, tensor in request.inputs.items():
             end = self.num_bytes + len(tensor.data)
@@ -385,7 +386,7 @@ async def render_response(model_name: str, inference: InferRequest, result: Infe
         else await _output_json(name, array)
         for name, array in arrays.items()
     ]
-    head = _start_json(model_name, inference.id, tuple(result.parameters.items())) + b",".join(outputs) + b"]}"
+    head = _start_json(model_name, inference.id, result.parameters) + b",".join(outputs) + b"]}"
     if not binary:
         return Response(head, media_type="application/json", headers=headers)
     return Response(
@@ -395,11 +396,10 @@ async def render_response(model_name: str, inference: InferRequest, result: Infe
     )
 
 
-@lru_cache(maxsize=_MAX_KNOWN_HEADS)
-def _start_json(model_name: str, identity: str | None, parameters: tuple[tuple[str, int], ...]) -> bytes:
+def _start_json(model_name: str, identity: str | None, parameters: Mapping[str, int]) -> bytes:
     body: dict[str, Any] = {"model_name": model_name, "model_version": VERSION}
     body |= {} if identity is None else {"id": identity}
-    body |= {"parameters": dict(parameters)} if parameters else {}
+    body |= {"parameters": parameters} if parameters else {}
     return to_json(body)[:-1] + b',"outputs":['
 
 

@@ -254,7 +254,7 @@ def _exported(
                 dynamo=True,
                 input_names=names,
                 output_names=[_output_name(at) for at in checkpoint.output_indices],
-                opset_version=_ATTENTION_OPSET if _has_attention(checkpoint.graph) else None,
+                opset_version=_ATTENTION_OPSET if _has_plain_attention(checkpoint.graph) else None,
                 verbose=False,
             )
         return _with_states(exported, list(states.values()))
@@ -274,8 +274,11 @@ def _exported(
         raise NotConvertible(f"torch's exporter refuses it: {said or type(error).__name__}") from error
 
 
-def _has_attention(graph: Graph) -> bool:
-    return any(_name(node) == "scaled_dot_product_attention" for inner in _graphs(graph) for node in inner.nodes)
+def _has_plain_attention(graph: Graph) -> bool:
+    """Return whether there is attention, all without masks: a row that is masked everywhere may differ from torch's."""
+    nodes = [node for inner in _graphs(graph) for node in inner.nodes if _name(node) == "scaled_dot_product_attention"]
+    masks = [mask for node in nodes for mask in (*node.arguments[3:4], node.keywords.get("attn_mask"))]
+    return bool(masks) and all(mask is None for mask in masks)
 
 
 def _with_states(exported: Any, states: Sequence[Tensor]) -> bytes:
