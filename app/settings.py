@@ -292,7 +292,7 @@ class Settings(BaseSettings):
     draft_model: Annotated[Path | None, BeforeValidator(parse_model)] = setting(
         "model",
         None,
-        "A smaller decoder with the same tokens, given like model, that drafts too, where it is measured to pay.",
+        "A smaller decoder with the same tokens, or a draft head, given like model, that drafts too, where it is measured to pay.",
         generates_only=True,
     )
     mmproj: Path | None = setting(

@@ -22,7 +22,10 @@ from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
 from app.weights.safetensors import TensorEntry
 from tools.generated_page import write_or_check
-from tools.recorded_hosts import HOSTS, read_tree, write_tree
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+
+from recorded_hosts import HOSTS, read_tree, write_tree
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "auto.md"
 LEVELS = {

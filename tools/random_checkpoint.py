@@ -2,7 +2,8 @@
 
     python -m tools.random_checkpoint moe-3b DIR
 
-`moe-3b` has 3.2B weights in the layers of Qwen 3 with experts, of which a token uses 0.6B. `llama-1.7b` and
+`moe-3b` has 3.2B weights in the layers of Qwen 3 with experts, of which a token uses 0.6B. `qwen3.5-0.8b` has three layers
+with a recurrent state for each one of attention. `llama-1.7b` and
 `llama-135m` have the shapes of SmolLM2 and one vocabulary, so that the second can draft for the first.
 """
 
@@ -62,6 +63,25 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 24,
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
+    },
+    "qwen3.5-0.8b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        **{f"linear_num_{kind}_heads": 16 for kind in ("key", "value")},
+        **{f"linear_{kind}_head_dim": 128 for kind in ("key", "value")},
+        "linear_conv_kernel_dim": 4,
+        "vocab_size": 248320,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
     },
     "llama-135m": {
         **_SMOLLM2,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from app.errors import CheckpointInvalid, ModelUnavailable, SettingsInvalid
 from app.models.decoders.config import ModelConfig
@@ -15,7 +16,7 @@ from app.weights.draft_head import open_draft_head
 from app.weights.hub.cache import HubName, find_snapshot, is_complete, library_is_offline, parse_hub_name, read_listing
 from app.weights.hub.fetch import fetch_or_use_cached
 from app.weights.hub.refusals import offline_message
-from app.weights.open import OpenedModel, is_here, open_model
+from app.weights.open import OpenedModel, is_here, open_model, require_checkpoint
 
 if TYPE_CHECKING:
     from app.text.tokenizer import Tokenizer
@@ -53,7 +54,17 @@ def open_or_fetch_model(settings: Settings, path: Path | None = None) -> OpenedM
     if path is not None:
         return open_model(path, "native")
     mmproj = None if settings.mmproj is None else settings.mmproj.expanduser()
-    return open_model(settings.checkpoint_directory, settings.engine, mmproj)
+    model = open_model(settings.checkpoint_directory, settings.engine, mmproj)
+    if _is_head(model):
+        raise SettingsInvalid(
+            f"model: {model.name} drafts for another model: serve that one, with this as draft_model."
+        )
+    return model
+
+
+def _is_head(model: OpenedModel) -> TypeGuard[Checkpoint]:
+    config = model.model_config if isinstance(model, Checkpoint) else None
+    return isinstance(config, ModelConfig) and config.is_draft_head
 
 
 def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:
@@ -63,15 +74,17 @@ def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:
     """
     if settings.draft_model is None:
         return _draft_head(settings, model)
-    if settings.speculation == "mtp":
-        raise SettingsInvalid(
-            "speculation is mtp, and draft_model is set too: the head of the model drafts, or a draft model."
-        )
     if model.needs().kind != "decoder":
         raise SettingsInvalid(f"draft_model: {model.name} does not generate text, so nothing can be drafted for it.")
     draft = open_or_fetch_model(settings, settings.draft_model.expanduser())
     if not isinstance(draft, Checkpoint) or not isinstance(draft.model_config, ModelConfig):
         raise SettingsInvalid(f"draft_model: {draft.name} does not generate text, and only a decoder can draft.")
+    if _is_head(draft):
+        return replace(draft, model_config=draft.decoder.reading(require_checkpoint(model).decoder))
+    if settings.speculation == "mtp":
+        raise SettingsInvalid(
+            "speculation is mtp, and draft_model is no draft head: the head of the model drafts, or a draft model."
+        )
     ours, size = model.needs().num_parameters, draft.needs().num_parameters
     if size > ours:
         raise SettingsInvalid(

@@ -273,7 +273,8 @@ def _open_directory(directory: Path, engine: EngineChoice) -> Checkpoint:
         tensors = _encoder_tensors(model_config, found, directory)
     elif isinstance(model_config, ModelConfig):
         tensors = decoder_tensors(model_config, found)
-    if not isinstance(model_config, TaskConfig):  # transformers reads its own
+    reads_no_text = isinstance(model_config, ModelConfig) and model_config.is_draft_head
+    if not isinstance(model_config, TaskConfig) and not reads_no_text:  # transformers reads its own
         _check_tokenizer(directory)
     return Checkpoint(
         directory, config, read_optional(file_in(directory, "generation_config.json")), model_config, tensors

@@ -43,8 +43,9 @@ from armature_kernels.linear.torchao_config import INT4_REFERENCE, INT8_REFERENC
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
 INT4 = "int4/32 double quantized"
-# Small models lose more by rounding, and their weights are few: there the output layer has eight bits too. llama.cpp's
-# Q4_K_M takes 4.8 bits for 8B weights and 6.2 for 135M, its Q4_0 4.5 and 5.3; ours of 135M must not be larger.
+# Small models lose more by rounding, and their weights are few: layers of less than this number of weights get more bits, and
+# if there are not as many with the output layer, it has eight bits too. llama.cpp's Q4_K_M takes 4.8 bits for 8B weights, 5.5 for
+# Qwen3.5-0.8B, of which a third is the output layer, and 6.2 for 135M, its Q4_0 4.5 and 5.3 for 135M; ours must not be larger.
 SMALL_MODEL = 500_000_000
 INT4_BITS, INT4_SMALL_BITS = (5.5, 4.6), (4.4, 4.25)
 # ---- layers that the operator keeps in a precision -------------------------------------------------------------------
@@ -172,8 +173,9 @@ def find_recipe(device: str, architecture: str, precision: str) -> Recipe:
 # ---- mixed precision -------------------------------------------------------------------------------------------------
 
 
-def _is_small(config: ModelConfig) -> bool:
-    return sum(rows * columns for (rows, columns), _ in products_of(config)) < SMALL_MODEL
+def _is_small(config: ModelConfig, with_output: bool = False) -> bool:
+    output = config.vocab_size * config.hidden_size if with_output else 0
+    return output + sum(rows * columns for (rows, columns), _ in products_of(config)) < SMALL_MODEL
 
 
 def upgrade_budget(config: ModelConfig, recipe: Recipe) -> int:
@@ -203,7 +205,7 @@ def choose_upgrades(
     per byte; if `losses` were not measured, the down projections of evenly spread layers.
     """
     costs, output = _upgrade_costs(config), "model.embed_tokens" if config.tie_embeddings else "lm_head"
-    always = frozenset(({output} if _is_small(config) else set()).union(narrow_products(config)))
+    always = frozenset(({output} if _is_small(config, with_output=True) else set()).union(narrow_products(config)))
     values = [sources for sources in costs if is_value(sources[0])]
     others = [sources for sources in costs if sources not in values]
     left = upgrade_budget(config, recipe) - sum(costs[sources] for sources in values)
@@ -397,7 +399,7 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
 
 
 def _output_form(config: ModelConfig, recipe: Recipe) -> str:
-    return recipe.source_forms("lm_head", is_upgraded=_is_small(config))[0]
+    return recipe.source_forms("lm_head", is_upgraded=_is_small(config, with_output=True))[0]
 
 
 def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:

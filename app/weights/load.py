@@ -20,7 +20,7 @@ from app.backends.base import BaseBackend
 from app.errors import CheckpointInvalid, PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.models.decoders.decoder import Decoder, Embedding, SinusoidalPositions, build_decoder_model
-from app.models.decoders.draft_head import DraftHead, build_draft_head
+from app.models.decoders.draft_head import Head, build_draft_head
 from app.models.decoders.layers import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import narrow_products
 from app.models.encoders.encoder import DistanceBias, Encoder, build_encoder_model
@@ -53,7 +53,7 @@ from armature_kernels.linear.torchao_config import is_torchao
 from armature_kernels.linear.torchao_linear import TorchaoFactory
 from armature_kernels.native.library import native_library
 
-Model = Decoder | Encoder | DraftHead
+Model = Decoder | Encoder | Head
 ReportCost = Callable[[float], None]  # takes the cost of quantization in quality, see `Packing`
 _Block = tuple[str, TensorEntry, range, int]  # source, tensor, rows of it, and the first of the layer's outputs
 

@@ -127,7 +127,8 @@ class QkvHeads:
     """A layer's QKV product, [tokens, (num_heads + 2 * num_kv_heads) * head_dim], and the transforms its heads need.
 
     Queries and keys have a norm each and RoPE angles, if the model has them. The norm is an RMSNorm, or a LayerNorm if it
-    `subtracts_mean`. Its weights fp32 are [head_dim], or [heads * head_dim]. `together`: the statistics are those of all
+    `subtracts_mean`. Its weights fp32 are [head_dim], or [heads * head_dim], or with `norm_bias` [2 * head_dim], of which the second
+    half is added. `together`: the statistics are those of all
     heads of a token instead of each one's. `value_norm` [head_dim]: values have an RMSNorm of single heads. `num_kv_heads` 0:
     there are queries alone, which attend to the keys and values of `read_heads` heads that an earlier layer wrote.
     """
@@ -141,6 +142,7 @@ class QkvHeads:
     eps: float = 0.0
     angles: RopeAngles | None = None
     subtracts_mean: bool = False
+    norm_bias: bool = False
     together: bool = False
     norm_after_rope: bool = False
     value_norm: Tensor | None = None
@@ -150,7 +152,7 @@ class QkvHeads:
     def has_plain_norm(self) -> bool:
         """True if queries and keys have an RMSNorm of single heads with shared weights before RoPE, or no norm."""
         shared = self.query_norm is None or self.query_norm.numel() == self.head_dim
-        plain = not (self.subtracts_mean or self.together or self.norm_after_rope)
+        plain = not (self.subtracts_mean or self.norm_bias or self.together or self.norm_after_rope)
         return shared and plain and self.value_norm is None and self.num_kv_heads > 0
 
     @property

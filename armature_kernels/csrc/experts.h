@@ -171,9 +171,10 @@ static void spread_rows(const experts_arguments *a, const expert_memory *m, int6
 #endif
         const sink out = input_of(e->products);
         const void *x = element_of(a->wide, a->x, (first + i / a->k) * a->x_stride);
+        const float scale = a->scales_inputs ? a->weights[first + i] : 1.0f;
         for (int64_t at = 0, parts = parts_of(&out, a->gate_up.inputs); at < parts; at++) {
             part p = nth_part(&out, a->gate_up.inputs, at);
-            for (int64_t n = 0; n < p.count; n += LANES) vf_store(values + n, row_load_part(a->wide, x, p.from + n, p.count - n));
+            for (int64_t n = 0; n < p.count; n += LANES) vf_store(values + n, row_load_part(a->wide, x, p.from + n, p.count - n) * scale);
             p.row = m->rows_of[i] - e->first;
             emit(&out, e->rows, a->gate_up.inputs, p, values);
         }
@@ -206,7 +207,7 @@ INLINE void copy_rows(const experts_arguments *a, const expert_memory *m, const 
     const expert_product *p = x->products + which;
     if (p->form == FORM_FP32_PANELS) copy_fp32(&p->a.fp32, copy);
 #ifdef GATED_PRODUCT
-    else gather_rows(&p->a.bf16, a->wide, a->x, a->x_stride, m->source_of + x->first, copy);
+    else gather_rows(&p->a.bf16, a->wide, a->x, a->x_stride, m->source_of + x->first, a->scales_inputs ? a->weights : NULL, copy);
 #elif BF16_PRODUCT
     else copy_bf16(&p->a.bf16, copy);
 #endif
@@ -267,7 +268,7 @@ static void add_experts(const experts_arguments *a, const expert_memory *m, int6
         for (int64_t n = from; n < to; n += LANES) {
             vf sum = vf_all(0);
             for (int64_t j = 0; j < a->k; j++)
-                sum += a->weights[(first + row) * a->k + j] * vf_load_part(m->results + m->rows_of[row * a->k + j] * size + n, to - n);
+                sum += (a->scales_inputs ? 1.0f : a->weights[(first + row) * a->k + j]) * vf_load_part(m->results + m->rows_of[row * a->k + j] * size + n, to - n);
             vf_store_part(hidden + n, vf_load_part(hidden + n, to - n) + sum, to - n);
         }
     }

@@ -157,15 +157,16 @@ INLINE void copy_part(const linear_bf16_arguments *a, int64_t row, int64_t from,
 /* Copies that `gather_rows` makes: the rows of a register at a time, so that memory is written in order. */
 INLINE int64_t gathers_of(const linear_bf16_arguments *a) { return (a->rows + AMX_ROWS - 1) / AMX_ROWS; }
 
-/* Copy rows `from` [rows] of x, in bf16 or fp32 (`wide`), whose rows are `stride` apart. */
-static void gather_rows(const linear_bf16_arguments *a, int64_t wide, const void *x, int64_t stride, const int64_t *from, int64_t gather) {
+/* Copy rows `from` [rows] of x, in bf16 or fp32 (`wide`), whose rows are `stride` apart, times their `scales`, if given. */
+static void gather_rows(const linear_bf16_arguments *a, int64_t wide, const void *x, int64_t stride, const int64_t *from, const float *scales, int64_t gather) {
     const int64_t row0 = gather * AMX_ROWS, row1 = row0 + AMX_ROWS < a->rows ? row0 + AMX_ROWS : a->rows;
     for (int64_t block = 0; block < blocks_of(a); block++)
         for (int64_t row = row0; row < row1; row++) {
             const int64_t count = a->inputs - block * AMX_INPUTS < AMX_INPUTS ? a->inputs - block * AMX_INPUTS : AMX_INPUTS;
             const void *inputs = element_of(wide, x, from[row] * stride + block * AMX_INPUTS);
             float values[AMX_INPUTS] __attribute__((aligned(64)));
-            for (int64_t i = 0; i < count; i += LANES) vf_store(values + i, row_load_part(wide, inputs, i, count - i));
+            const float scale = scales ? scales[from[row]] : 1.0f;
+            for (int64_t i = 0; i < count; i += LANES) vf_store(values + i, row_load_part(wide, inputs, i, count - i) * scale);
             copy_part(a, row, block * AMX_INPUTS, count, values);
         }
 }

@@ -354,7 +354,8 @@ typedef struct {
  * down(act(gate x) * up x), gate and up being the halves of one product, or down(act(up x)) if that product has no more
  * outputs than `down` has inputs. x [rows, inputs] is bf16 or, if `wide`, fp32;
  * row strides in elements. ids and weights [rows, k] are read when the operation runs, and each expert's weights are read
- * once for all of its rows. `scratch` has `armature_experts_scratch` bytes. */
+ * once for all of its rows. If `scales_inputs`, k is 1 and weights[i] times x[i] is the expert's input instead. `scratch` has
+ * `armature_experts_scratch` bytes. */
 typedef struct {
     const void *x;
     float *hidden;
@@ -362,7 +363,7 @@ typedef struct {
     const float *weights;
     uint8_t *scratch;
     expert_weights gate_up, down;
-    int64_t x_stride, hidden_stride, rows, experts, k, wide, activation;
+    int64_t x_stride, hidden_stride, rows, experts, k, wide, activation, scales_inputs;
 } experts_arguments;
 
 /* Keys and values
@@ -436,7 +437,7 @@ typedef struct {
  * sin in the angle (dim 0: none). Queries stay in place; keys and values go to rows written[i] of the cache. The norm
  * divides by the rms of a head, after `subtracts_mean` the mean; with `scales` [rows, 2], which is overwritten, by the rms
  * of all heads of a row. It comes before RoPE, or after it if `norm_last`. With `value_norm` [head_dim] values are normalised
- * too. kv_heads 0: there are queries alone. */
+ * too. kv_heads 0: there are queries alone. With `norm_bias` the weights of a norm are followed by [head_dim] to add. */
 typedef struct {
     void *x;
     const float *query_norm, *key_norm, *cos, *sin;
@@ -447,6 +448,7 @@ typedef struct {
     float *scales;
     int64_t own_weights, subtracts_mean, norm_last;
     const float *value_norm;
+    int64_t norm_bias;
 } turn_arguments;
 
 /* Rows as OP_TURN reads them, out [rows, 3 * heads, rotated + plain], from the products of multi-head latent attention:

@@ -55,6 +55,8 @@ INLINE void normalise_head(const turn_arguments *a, int64_t row, int64_t head, f
     const float *weight = head_norm(a, head) + (a->own_weights ? own * a->head_dim : 0);
     if (a->subtracts_mean) subtract_mean(x, a->head_dim);
     normalise(x, a->head_dim, weight, a->scales ? a->scales[row * 2 + is_key] : head_scale(x, a->head_dim, (float)a->eps));
+    if (!a->norm_bias) return;
+    for (int64_t i = 0; i < a->head_dim; i += LANES) vf_store(x + i, vf_load(x + i) + vf_load_part(weight + a->head_dim + i, a->head_dim - i));
 }
 
 /* RoPE of x [dim] to out: halves (a, b) to (a cos - b sin, b cos + a sin). */

@@ -78,10 +78,10 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
     wide = product.dtype == torch.float32
     sizes = (product.stride(0), tokens, heads.num_heads, heads.num_kv_heads, heads.head_dim, dim, wide)
     scales = empty((tokens, 2), torch.float32) if heads.together and heads.query_norm is not None else None
-    own = heads.query_norm is not None and heads.query_norm.numel() > heads.head_dim
+    own = heads.query_norm is not None and heads.query_norm.numel() > (1 + heads.norm_bias) * heads.head_dim
     norm = (None if scales is None else scales.data_ptr(), own, heads.subtracts_mean, heads.norm_after_rope)
     values = None if heads.value_norm is None else heads.value_norm.data_ptr()
-    run_operation(RopeArguments(*addresses, kv.addresses(), *sizes, heads.eps, *norm, values))
+    run_operation(RopeArguments(*addresses, kv.addresses(), *sizes, heads.eps, *norm, values, heads.norm_bias))
     return product[:, : heads.num_heads * heads.head_dim].view(tokens, heads.num_heads, heads.head_dim)
 
 
@@ -134,6 +134,9 @@ def _normed_heads(x: Tensor, norm: Tensor, heads: QkvHeads) -> Tensor:
     if heads.subtracts_mean:
         x = x - x.mean(-1, keepdim=True)
     squares = x.square().mean((-2, -1) if heads.together else -1, keepdim=True)
+    if heads.norm_bias:
+        weight, bias = norm.chunk(2)
+        return x * torch.rsqrt(squares + heads.eps) * weight + bias
     weight = norm if norm.numel() == heads.head_dim else norm.view(x.shape[1:])
     return x * torch.rsqrt(squares + heads.eps) * weight
 

@@ -36,11 +36,15 @@ PanelForm = IntPanelLinear | Bf16PanelLinear | Fp32PanelLinear
 
 
 class ExpertForms(NamedTuple):
-    """The forms of an MLP: gate and up [2 * inner, hidden] as one product, or up alone, and down [hidden, inner]."""
+    """The forms of an MLP: gate and up [2 * inner, hidden] as one product, or up alone, and down [hidden, inner].
+
+    `scales_inputs`: the weight, one for each token, is multiplied with the input in place of the result.
+    """
 
     gate_up: LinearForm
     down: LinearForm
     has_gates: bool = True
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +101,10 @@ def _layout(form: PanelForm) -> tuple[int, int, int, int, int, int, bool, bool, 
 class ExpertStack:
     """All experts of a layer in forms that the native operation multiplies."""
 
-    __slots__ = ("down", "gate_up")
+    __slots__ = ("down", "gate_up", "scales_inputs")
 
-    def __init__(self, gate_up: ProductStack, down: ProductStack) -> None:
-        self.gate_up, self.down = gate_up, down
+    def __init__(self, gate_up: ProductStack, down: ProductStack, scales_inputs: bool) -> None:
+        self.gate_up, self.down, self.scales_inputs = gate_up, down, scales_inputs
 
     @classmethod
     def of(cls, experts: Sequence[ExpertForms]) -> ExpertStack | None:
@@ -110,7 +114,7 @@ class ExpertStack:
         gate_up, down = (
             ProductStack.of(forms) for forms in ([one.gate_up for one in experts], [one.down for one in experts])
         )
-        return None if gate_up is None or down is None else cls(gate_up, down)
+        return None if gate_up is None or down is None else cls(gate_up, down, experts[0].scales_inputs)
 
     def add_to(self, hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
         """Add each row's experts of x to hidden (`run_experts_torch`)."""
@@ -119,7 +123,7 @@ class ExpertStack:
         sizes = (x.stride(0), hidden.stride(0), len(x), len(self.gate_up.forms), ids.shape[1])
         arguments = ExpertsArguments(
             *addresses, self.gate_up.arguments(), self.down.arguments(), *sizes, x.dtype == torch.float32,
-            ACTIVATION_CODES[activation],
+            ACTIVATION_CODES[activation], self.scales_inputs,
         )  # fmt: skip
         library = native_library().library
         assert library is not None, "a stack requires the native library"
@@ -131,21 +135,24 @@ class ExpertStack:
 class DeviceExpertStack:
     """All experts of a layer in the memory of a GPU, one after the other."""
 
-    __slots__ = ("down", "gate_up", "has_gates")
+    __slots__ = ("down", "gate_up", "has_gates", "scales_inputs")
 
-    def __init__(self, gate_up: StackedWeights, down: StackedWeights, has_gates: bool) -> None:
-        self.gate_up, self.down, self.has_gates = gate_up, down, has_gates
+    def __init__(self, gate_up: StackedWeights, down: StackedWeights, has_gates: bool, scales_inputs: bool) -> None:
+        self.gate_up, self.down, self.has_gates, self.scales_inputs = gate_up, down, has_gates, scales_inputs
 
     @classmethod
     def of(cls, experts: Sequence[ExpertForms]) -> DeviceExpertStack | None:
         """Return the stack of these experts; None if the operation does not multiply their form, or there is no GPU."""
         gate_up, down = (_stacked(forms) for forms in ([one.gate_up for one in experts], [one.down for one in experts]))
-        return None if gate_up is None or down is None else cls(gate_up, down, experts[0].has_gates)
+        first = experts[0]
+        return None if gate_up is None or down is None else cls(gate_up, down, first.has_gates, first.scales_inputs)
 
     def add_to(self, hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
         """Add each row's experts of x to hidden (`run_experts_torch`)."""
         from armature_kernels.triton.experts import ExpertBlocks
 
+        if self.scales_inputs:
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         blocks = ExpertBlocks.of(ids, len(self.gate_up.weights))
         gate_up = blocks.multiply(x, self.gate_up, is_sorted=False)
         gated = (gate if self.has_gates else activate)(gate_up, activation)
@@ -194,6 +201,8 @@ def run_experts_torch(
         weights: fp32 [tokens, top_k].
         activation: Of the gates, or of the inner values of experts without gates.
     """
+    if experts[0].scales_inputs:
+        x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
     results = torch.empty(*ids.shape, hidden.shape[1], device=hidden.device)
     for number, expert in enumerate(experts):
         rows, places = (ids == number).nonzero(as_tuple=True)

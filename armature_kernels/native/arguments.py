@@ -280,6 +280,7 @@ class RopeArguments(Arguments):
         ("scales", _ADDRESS),
         *((name, _INT) for name in ("own_weights", "subtracts_mean", "norm_last")),
         ("value_norm", _ADDRESS),
+        ("norm_bias", _INT),
     )
 
 
@@ -380,6 +381,7 @@ class ExpertsArguments(Arguments):
         *((name, _ADDRESS) for name in ("x", "hidden", "ids", "weights", "scratch")),
         *((name, ExpertWeights) for name in ("gate_up", "down")),
         *((name, _INT) for name in ("x_stride", "hidden_stride", "rows", "experts", "k", "wide", "activation")),
+        ("scales_inputs", _INT),
     )
 
 

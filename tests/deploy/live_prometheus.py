@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 
 from external_tools import ROOT, tool
+from loopback_prometheus import watching
 from tools.monitoring.demo_load import busy
-from tools.monitoring.loopback_prometheus import watching
 from tools.peers.quota import Quota
 
 PATIENCE = 180.0  # seconds for each thing to come; a busy machine is no failure

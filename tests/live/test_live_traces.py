@@ -18,10 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from app.errors import StepFailed
 from external_tools import tool
+from loopback_prometheus import watching
 from otlp_collector import KeptSpan, OtlpCollector, collecting
 from tests.live.live_server import LiveServer, live, until
 from tiny_encoders import Modules, write_encoder
-from tools.monitoring.loopback_prometheus import watching
 
 SECRET = "Once upon a secret"
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8

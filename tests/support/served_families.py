@@ -46,6 +46,15 @@ _MULTIPLIERS = {
     "logits_scaling": 2.0,
 }
 _GRANITE_MOE = {**_NO_HEAD_DIM, **_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2}
+_LLAMA4 = {
+    **TINY,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 6,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 64,
+    "floor_scale": 48,
+}
 _GPT_OSS = {
     **TINY,
     **_WINDOW,
@@ -331,6 +340,7 @@ SERVED: Mapping[str, dict[str, Any]] = {
         "eos_token_id": 1,
     },
     "GPTNeoXForCausalLM": {**_ALIKE, "hidden_size": 64},
+    "PersimmonForCausalLM": {**_ALIKE, "pad_token_id": None},
     "GPTJForCausalLM": {**_GPT, "rotary_dim": 4},
     "GPTBigCodeForCausalLM": {**_GPT, "n_inner": 80},
     "CodeGenForCausalLM": {**_GPT, "rotary_dim": 4},
@@ -395,6 +405,8 @@ SERVED: Mapping[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "prefix_dense_intermediate_size": 56,
     },
+    "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": {"text_config": _LLAMA4},
     "GptOssForCausalLM": _GPT_OSS,
     "BloomForCausalLM": _BLOOM,
     "MptForCausalLM": _MPT,
@@ -422,7 +434,10 @@ SERVED: Mapping[str, dict[str, Any]] = {
 }
 # Classes whose other halves need packages that the environment does not have: a checkpoint has the text half of the class
 # below, under the names of published files.
-TEXT_HALVES: Mapping[str, str] = {"Gemma3nForConditionalGeneration": "Gemma3nForCausalLM"}
+TEXT_HALVES: Mapping[str, str] = {
+    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+}
 # Families that are refused by their names.
 # Further forms of these families.
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -627,7 +642,8 @@ def _write_whole(directory: Path, architecture: str) -> None:
         "model.audio_tower.conformer.0.norm",
         "model.embed_audio.embedding",
     )
-    for name in (f"{last}.k_proj", f"{last}.v_proj", f"{last}.k_norm", *others):
+    shared = (f"{last}.k_proj", f"{last}.v_proj", f"{last}.k_norm") if "num_kv_shared_layers" in config else ()
+    for name in (*shared, *others):
         tensors[f"{name}.weight"] = torch.ones(8, 8)
     save_file(tensors, directory / "model.safetensors")
 

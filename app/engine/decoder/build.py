@@ -13,7 +13,7 @@ from app.backends.selection import select_device_backend, select_host_backend
 from app.engine.build import BuildRequest, BuiltEngine, ReportStage, load_on_device, percent_reporter
 from app.engine.decoder.adapters import load_adapter_slots
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
-from app.engine.decoder.draft_head import HeadDrafts, HeadRunner
+from app.engine.decoder.draft_head import AssistantDrafts, AssistantRunner, HeadDrafts, HeadRunner
 from app.engine.decoder.draft_model import DraftModel
 from app.engine.decoder.engine import DecoderEngine, DecoderRunner
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype, kv_shape_of
@@ -32,7 +32,7 @@ from app.messages import Generate, SamplingParams
 from app.metrics.steps import StepTimeModel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
-from app.models.decoders.draft_head import DraftHead
+from app.models.decoders.draft_head import AssistantHead, DraftHead
 from app.weights.checkpoint import Checkpoint
 from app.weights.tensor_reader import explaining_values_not_finite
 from armature_kernels.attention.attention import max_decode_queries, supports_heads, token_bytes
@@ -181,13 +181,17 @@ def _load_draft_head(request: BuildRequest[Checkpoint], draft: Checkpoint, runne
     precision = draft_precision(plan.weights.precision, kv_dtype(plan).itemsize)
     own = plan.changed(precision=precision, int8_copy=False, keep_layers=())
     head, _ = load_on_device(BuildRequest(draft, own, request.report), select_host_backend)
-    assert isinstance(head, DraftHead), "a head's checkpoint"
+    assert isinstance(head, DraftHead | AssistantHead), "a head's checkpoint"
     served = runner.model.model if isinstance(runner.model, DecoderReplay) else runner.model
     head.attach(served)
     length = plan.memory.max_model_len
     shape = kv_shape_of(config, min(DRAFT_SEQS, plan.memory.max_running_seqs), min(length, draft_kv_tokens(length)))
-    head_runner = HeadRunner(head, KvCache(shape, kv_dtype(plan)), runner.backend)
-    drafts = HeadDrafts(head_runner, draft_kv_tokens(length))
+    own_cache, capacity = KvCache(shape, kv_dtype(plan)), draft_kv_tokens(length)
+    drafts = (
+        AssistantDrafts(AssistantRunner(head, own_cache, runner.backend, runner.kv_cache), capacity)
+        if config.served_size
+        else HeadDrafts(HeadRunner(head, own_cache, runner.backend), capacity)
+    )
     runner.show_hidden = drafts.observe
     return drafts
 

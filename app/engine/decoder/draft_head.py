@@ -18,7 +18,7 @@ from app.engine.decoder.draft_model import DraftedSequence, DraftModel
 from app.engine.decoder.kv_cache import KvCache
 from app.engine.sampling.sampler import Sampler, sample_top_logits, top_logits_request
 from app.engine.scheduler.batch import Batch, SampledTokens, ScheduledSpan, Sequence, logit_rows_of
-from app.models.decoders.draft_head import DraftHead
+from app.models.decoders.draft_head import Head
 from armature_kernels.attention.context import StepContext, TokenVectors
 from armature_kernels.elementwise.activations import TopLogits
 
@@ -57,7 +57,7 @@ class HeadRunner:
 
     is_first = False
 
-    def __init__(self, head: DraftHead, kv_cache: KvCache, backend: HostBackend) -> None:
+    def __init__(self, head: Head, kv_cache: KvCache, backend: HostBackend) -> None:
         self.head, self.kv_cache, self.sampler = head, kv_cache, Sampler(head.config.vocab_size)
         self.rows: dict[int, HiddenRows] = {}  # by slot
         self._attention = StepAttention(kv_cache, backend)
@@ -65,13 +65,7 @@ class HeadRunner:
     def run(self, batch: Batch) -> list[SampledTokens]:
         with torch.inference_mode():
             spans = batch.spans
-            ids = [token for span in spans for token in span.sequence.token_ids[span.start : span.end]]
-            positions = [at for span in spans for at in range(span.start, span.end)]
-            ends = torch.tensor([span.num_tokens for span in spans]).cumsum(0) - 1
-            vectors = TokenVectors(torch.arange(len(ids)), torch.cat([self._inputs(span) for span in spans]))
-            attend = self._attention.begin(spans)
-            context = StepContext(torch.tensor(ids), torch.tensor(positions), ends, attend, vectors=vectors)
-            hidden = self.head.hidden(context)
+            hidden = self.head.hidden(self._context(spans))
             if not spans[0].samples:
                 return []
             own = self.head.inputs(hidden, is_own=True)
@@ -83,9 +77,44 @@ class HeadRunner:
                 return sample_top_logits(outputs, rows)
             return self.sampler.sample(outputs, rows, None)
 
+    def _context(self, spans: tuple[ScheduledSpan, ...]) -> StepContext:
+        ids = [token for span in spans for token in span.sequence.token_ids[span.start : span.end]]
+        positions = [at for span in spans for at in range(span.start, span.end)]
+        ends = torch.tensor([span.num_tokens for span in spans]).cumsum(0) - 1
+        vectors = TokenVectors(torch.arange(len(ids)), torch.cat([self._inputs(span) for span in spans]))
+        attend = self._attention.begin(spans)
+        return StepContext(torch.tensor(ids), torch.tensor(positions), ends, attend, vectors=vectors)
+
     def _inputs(self, span: ScheduledSpan) -> Tensor:
         known = self.rows[span.slot]
         return known.take(known.base + span.start, known.base + span.end)
+
+
+class AssistantRunner(HeadRunner):
+    """The runner of a head that reads the model's keys and values. All drafts of a round have the position of its first token."""
+
+    def __init__(self, head: Head, kv_cache: KvCache, backend: HostBackend, served: KvCache) -> None:
+        super().__init__(head, kv_cache, backend)
+        self._attention = StepAttention(served, backend)
+        self.served: dict[int, Sequence] = {}  # by slot
+
+    def _context(self, spans: tuple[ScheduledSpan, ...]) -> StepContext:
+        pairs = [(self.rows[span.slot].end, self.served[span.slot]) for span in spans]
+        read = tuple(
+            ScheduledSpan(one, end - 1, 1, one.slot or 0, one.prefix_slot, one.prefix_tokens, samples=True)
+            for end, one in pairs
+        )
+        ids = torch.tensor([span.sequence.token_ids[-1] for span in spans])
+        vectors = TokenVectors(torch.arange(len(ids)), torch.cat([self._inputs(span) for span in spans]))
+        positions = torch.tensor([end for end, _ in pairs])
+        return StepContext(ids, positions, None, self._attention.begin(read), vectors=vectors)
+
+    def _inputs(self, span: ScheduledSpan) -> Tensor:
+        known = self.rows[span.slot]
+        if span.start == known.end:
+            return known.take(known.end - 1, known.end)
+        assert known.own is not None, "the first draft of a round was computed"
+        return known.own
 
 
 class HeadDrafts(DraftModel):
@@ -100,7 +129,8 @@ class HeadDrafts(DraftModel):
         """Keep hidden states before the last norm [tokens, size] of a step, which the next one may overwrite."""
         rows, first = self._head_runner.head.inputs(hidden, is_own=False), 0
         for span in spans:
-            own, first = rows[first : first + span.num_tokens], first + span.num_tokens
+            start = self._first_kept(span)
+            own, first = rows[first + start - span.start : first + span.num_tokens], first + span.num_tokens
             known = self._known.get(span.sequence)
             if known is not None and not known.base <= span.start <= known.end:
                 self.forget(span.sequence)
@@ -109,13 +139,17 @@ class HeadDrafts(DraftModel):
                 if len(self._known) == self._head_runner.kv_cache.shape.num_slots or not _can_follow(span.sequence):
                     continue
                 known = self._known[span.sequence] = HiddenRows(span.start, span.start)
-            known.add(span.start, own.clone())
+            known.add(start, own.clone())
 
     def is_ready(self, sequence: Sequence) -> bool:
+        return self._sees(sequence) and super().is_ready(sequence)
+
+    def _sees(self, sequence: Sequence) -> bool:
         known = self._known.get(sequence)
-        if known is None or known.end < len(sequence.token_ids) - 1:
-            return False
-        return super().is_ready(sequence)
+        return known is not None and known.end >= len(sequence.token_ids) - 1
+
+    def _first_kept(self, span: ScheduledSpan) -> int:
+        return span.start
 
     def propose(self, sequences: list[Sequence], num_tokens: int) -> Mapping[Sequence, tuple[int, ...]]:
         for sequence in sequences:
@@ -136,6 +170,33 @@ class HeadDrafts(DraftModel):
 
     def _known_ids(self, sequence: Sequence) -> list[int]:
         return sequence.token_ids[self._known[sequence].base + 1 :]
+
+
+class AssistantDrafts(HeadDrafts):
+    """The same for a head that computes nothing of the tokens before."""
+
+    def __init__(self, runner: AssistantRunner, capacity_tokens: int) -> None:
+        super().__init__(runner, capacity_tokens)
+        self._assistant = runner
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        if not self._sees(sequence) or not (sequence in self._drafted or self._free):
+            return False
+        if sequence not in self._drafted:
+            self._drafted[sequence] = self._copy_of(sequence)
+        self._follow(self._drafted[sequence], sequence)
+        return True
+
+    def _follow(self, known: DraftedSequence, sequence: Sequence) -> None:
+        known.own.token_ids = list(sequence.token_ids)
+        known.own.num_computed = len(sequence.token_ids) - 1
+        self._head_runner.rows[known.slot], self._assistant.served[known.slot] = self._known[sequence], sequence
+
+    def _first_kept(self, span: ScheduledSpan) -> int:
+        return max(span.start, span.known_end - 1)
+
+    def _known_ids(self, sequence: Sequence) -> list[int]:
+        return list(sequence.token_ids)
 
 
 def _can_follow(sequence: Sequence) -> bool:

@@ -80,10 +80,7 @@ class DraftModel:
             # What is left of the sequence must be worth computing its tokens.
             if not self._free or length > _MOST_CATCH_UP * (sequence.max_length - length):
                 return False
-            own = make_sequence(
-                Generate("draft", tuple(self._known_ids(sequence)), SamplingParams(temperature=0.0), arrived_at=0.0)
-            )
-            known = self._drafted[sequence] = DraftedSequence(own, self._free.pop())
+            known = self._drafted[sequence] = self._copy_of(sequence)
         self._follow(known, sequence)
         missing = known.own.num_uncomputed - 1
         if missing <= _MAX_AHEAD:
@@ -163,6 +160,11 @@ class DraftModel:
 
     def _row(self, known: DraftedSequence) -> int:
         return self._runner.kv_cache.shape.num_slots + known.slot
+
+    def _copy_of(self, sequence: Sequence) -> DraftedSequence:
+        ids = tuple(self._known_ids(sequence))
+        own = make_sequence(Generate("draft", ids, SamplingParams(temperature=0.0), arrived_at=0.0))
+        return DraftedSequence(own, self._free.pop())
 
     def _known_ids(self, sequence: Sequence) -> list[int]:
         if self._vocab_size <= self._own_vocab_size and not sequence.vectors:

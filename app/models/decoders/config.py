@@ -76,7 +76,9 @@ class ModelConfig:
     model whose layers have one branch; the inner size of the others is in `inner_sizes`. `weight_factors`: the factors by
     which rows of stored weights are multiplied, by the end of our name. `state_placement`: the placement of layers with a
     state; None: that of all others. `blocks`: the layers in which the tokens of a picture see each other.
-    `is_draft_head`: a `DraftHead`, which has the embedding and output layer of the model that it drafts for.
+    `is_draft_head`: a `DraftHead`, which has the embedding and output layer of the model that it drafts for. With
+    `served_size`, the size of that model's hidden states, it is an `AssistantHead`, which has the embedding alone and no
+    keys and values: its layers read those of `read_layers` in the model's cache.
     """
 
     architecture: str
@@ -134,6 +136,8 @@ class ModelConfig:
     state_placement: Placement | None = None
     blocks: Literal["none", "sliding", "all"] = "none"
     is_draft_head: bool = False
+    served_size: int = 0
+    read_layers: tuple[int, ...] = ()
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -172,10 +176,12 @@ class ModelConfig:
     def writes_cache(self, layer: int) -> bool:
         convolves = self.has_convolution(layer)
         attends = self.has_mixer(layer) and not convolves and (not self.has_state(layer) or self.attends_beside)
-        return attends and layer < self.num_layers - self.shared_kv_layers
+        return attends and not self.served_size and layer < self.num_layers - self.shared_kv_layers
 
     def cache_layer(self, layer: int) -> int:
         """Return which of the layers that write keys and values has those that a layer reads."""
+        if self.served_size:
+            return self.read_layers[layer]
         own = [one for one in range(self.num_layers) if self.writes_cache(one)]
         source = layer if layer in own else max(one for one in own if self.windows[one] == self.windows[layer])
         return own.index(source)
@@ -222,6 +228,27 @@ class ModelConfig:
         windows, ropes = (self.windows[attends],), (self.ropes[attends],)
         one = replace(self, num_layers=1, windows=windows, ropes=ropes, recurrent=None, experts=experts)
         return replace(one, tie_embeddings=True, is_draft_head=True)
+
+    def reading(self, served: ModelConfig) -> ModelConfig:
+        """Return the config of this head for a model, whose last layer with the same kind of attention each layer reads.
+
+        Raises:
+            CheckpointInvalid: If the head was made for another model.
+        """
+        last = {served.windows[layer] is None: layer for layer in range(served.num_layers)}
+        sources = [last.get(window is None) for window in self.windows]
+        alike = [
+            source is not None
+            and replace(self.heads(layer), keys_are_values=served.heads(source).keys_are_values) == served.heads(source)
+            for layer, source in enumerate(sources)
+        ]
+        ours, theirs = (self.served_size, self.vocab_size), (served.hidden_size, served.vocab_size)
+        if ours != theirs or not all(alike):
+            raise CheckpointInvalid(
+                f"{self.architecture} drafts for a model with hidden states of {ours[0]}, {ours[1]:,} tokens and its heads of keys and"
+                f" values, and {served.architecture} has {theirs[0]} and {theirs[1]:,}: give the head of this model."
+            )
+        return replace(self, read_layers=tuple(served.cache_layer(one) for one in sources if one is not None))
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -290,7 +317,7 @@ def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigRead
     if family.text_config is not None and config.has(family.text_config):
         inner = config.section(family.text_config)
         # The embeddings are tied if either place says so: transformers writes it to one of them.
-        shared = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
+        shared = {name: values[name] for name in ("tie_word_embeddings", "backbone_hidden_size") if name in values}
         config = ConfigReader(ChainMap(*_maps(inner.values), shared, dict(family.defaults)), inner.where)
     named = {usual: config.values[own] for usual, own in family.aliases.items() if config.has(own)}
     return ConfigReader(ChainMap(*_maps(config.values), named), config.where) if named else config
@@ -351,7 +378,7 @@ def _activation(config: ConfigReader, family: DecoderFamily) -> Activation:
 
 def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -> tuple[str, ...]:
     """Return `full_attention` or `sliding_attention` for each layer, from config.json or the family's rule."""
-    plain = ("llama", "mistral", "phi3", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3")
+    plain = ("llama", "mistral", "phi3", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "llama4_text", "llama4")
     reads = family.model_type not in plain and not family.is_hybrid
     if config.has("layer_types") and reads:
         return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))

@@ -1,7 +1,9 @@
-"""A head of multi-token prediction, as Qwen 3.5 has it (arXiv 2412.19437): one layer that predicts the token after the next one.
+"""Heads that draft for a model: each predicts the token after the next one.
 
-It reads the hidden state of a position, after the model's last norm, and the embedding of the next token. Embedding and output
-layer are the model's.
+They read the hidden state of a position, after the model's last norm, and the model's embedding of the next token.
+
+`DraftHead` is one layer (multi-token prediction, arXiv 2412.19437, as Qwen 3.5 has it) with the model's output layer.
+`AssistantHead` of Gemma 4 has some layers, which read the model's keys and values, and an output layer of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import Decoder, LayerRopeAngles
+from app.models.decoders.decoder import Decoder, LayerRopeAngles, output_layer
 from app.models.decoders.layers import DecoderLayer, Norm, read_by
 from armature_kernels.attention.context import StepContext
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
@@ -58,7 +60,50 @@ class DraftHead(nn.Module):
         return self.outputs(self.norm(hidden), wanted)
 
 
-def build_draft_head(config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> DraftHead:
+class AssistantHead(nn.Module):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> None:
+        super().__init__()
+        self.config, size, served = config, config.hidden_size, config.served_size
+        self.first = Linear(("model.pre_projection",), 2 * served, size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype) for layer in range(config.num_layers))
+        self.norm = Norm("model.norm", size, config.norm)
+        self.output, self.last = output_layer(config), Linear(("model.post_projection",), size, served)
+        self.angles = LayerRopeAngles(config.ropes, max_model_len, device)
+
+    @torch.inference_mode()
+    def attach(self, served: Decoder) -> None:
+        self.embedding, scales = served.embedding, served.output.input_scales
+        self.served_norm = Norm("", self.config.served_size, served.norm.norm)
+        weight = served.norm.weight if scales is None else served.norm.weight * scales
+        self.served_norm.weight = nn.Parameter(weight.clone(), requires_grad=False)
+
+    def inputs(self, hidden: Tensor, is_own: bool) -> Tensor:
+        """Return what `hidden` reads, FP32, of hidden states before the last norm: the model's, or the head's own."""
+        rows: Tensor
+        rows = self.last(read_by(self.last, self.norm(hidden))).float() if is_own else self.served_norm(hidden)
+        return rows
+
+    def hidden(self, context: StepContext) -> Tensor:
+        """Compute hidden states FP32 [rows, size] before the last norm; `vectors` of the context has all `inputs`."""
+        assert context.vectors is not None, "the head reads hidden states"
+        parts = self.embedding(context.token_ids), context.vectors.values
+        rows: Tensor = self.first(read_by(self.first, torch.cat(parts, 1))).float()
+        for layer, angles in zip(self.layers, self.angles.by_layer(self.angles(context.positions)), strict=True):
+            rows = layer(rows, angles, context.attend, None)
+        return rows
+
+    def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
+        """Return the logits [rows, vocab] of hidden states before the last norm, or the top ones of each row."""
+        rows = read_by(self.output, self.norm(hidden))
+        best = None if wanted is None else self.output.top_logits(rows, wanted, None)
+        logits: Tensor | TopLogits = self.output(rows) if best is None else best
+        return logits
+
+
+Head = DraftHead | AssistantHead
+
+
+def build_draft_head(config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Head:
     """Build a head on `meta` in inference mode, without weights; the loader assigns them."""
     with torch.device("meta"):
-        return DraftHead(config, dtype, max_model_len, device).eval()
+        return (AssistantHead if config.served_size else DraftHead)(config, dtype, max_model_len, device).eval()

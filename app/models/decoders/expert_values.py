@@ -22,6 +22,7 @@ from app.models.decoders.family_values import (
     ministral3,
     refuse,
     shared_kv_layers,
+    smollm3,
     without_rope,
 )
 from app.models.decoders.layer_config import AltUpConfig, ExpertsConfig, HeadSizes, NormConfig
@@ -492,6 +493,35 @@ def cohere2_moe(config: ConfigReader, fields: Fields) -> Fields:
     }
 
 
+def llama4(config: ConfigReader, fields: Fields) -> Fields:
+    """Read Llama 4 up to the context in which chunks of attention and the scales of queries by position change nothing."""
+    count, size = fields["num_layers"], config.integer("intermediate_size", 8192)
+    config.values.get("layer_types")  # full attention, or in chunks, which are longer than the context
+    lengths = [config.integer("max_position_embeddings"), config.integer("attention_chunk_size", 8192)]
+    floor_scale = config.integer("floor_scale", 8192)
+    config.number("attn_scale", 0.1)
+    if config.boolean("attn_temperature_tuning", True):
+        lengths.append(floor_scale - 1)
+    step, listed = config.integer("interleave_moe_layer_step", 1), config.values.get("moe_layers")
+    sparse = set(config.integers("moe_layers")) if listed is not None else set(range(step - 1, count, step))
+    routing = Routing(
+        config.integer("num_local_experts", 16), config.integer("num_experts_per_tok", 1), "sigmoid", False
+    )
+    if routing.top_k != 1:
+        raise CheckpointInvalid(f"{config.where}: {routing.top_k} experts of each token; supported: 1.")
+    experts = ExpertsConfig(
+        routing, size, tuple(layer in sparse for layer in range(count)), shared_size=size, scales_inputs=True
+    )
+    has_norm = config.boolean("use_qk_norm", True)
+    return {
+        **smollm3(config, fields),
+        **checked_experts(config, experts),
+        "head_norm": fields.get("head_norm") if has_norm else None,
+        "intermediate_size": config.integer("intermediate_size_mlp", 16384),
+        "max_model_len": min(lengths),
+    }
+
+
 def gemma4_slides(config: ConfigReader, layer: int) -> bool:
     return (layer + 1) % 6 != 0 and layer + 1 != config.integer("num_hidden_layers")
 
@@ -515,13 +545,26 @@ def gemma4(config: ConfigReader, fields: Fields) -> Fields:
     return found
 
 
-def gemma4_unified(config: ConfigReader, fields: Fields) -> Fields:
+def gemma4_assistant(config: ConfigReader, fields: Fields) -> Fields:
+    """Read a draft head. All of its layers read keys and values of the model that it drafts for."""
+    for name in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"):
+        refuse(config, name, 0, "inputs of layers in a draft head")
+    for name in ("enable_moe_block", "use_double_wide_mlp"):
+        refuse(config, name, False, "experts or wider layers in a draft head")
+    found = gemma4_unified(config, fields, reads_model=True)
+    found |= {"logit_softcap": None, "served_size": config.integer("backbone_hidden_size", 1536)}
+    # The window ends before the token of the query, and includes the last key at its distance.
+    windows = tuple(window and window + 1 for window in fields["windows"])
+    return {**found, "is_draft_head": True, "windows": windows}
+
+
+def gemma4_unified(config: ConfigReader, fields: Fields, reads_model: bool = False) -> Fields:
     """Read the heads and the rotary embeddings of layers with full attention, and which layers share keys and values."""
     refuse(config, "use_bidirectional_attention", "vision", "attention in both directions")
     windows, layers, inner = fields["windows"], fields["num_layers"], fields["intermediate_size"]
     if windows[-1] is not None:
         raise CheckpointInvalid(f"{config.where}: the last of layer_types must be full_attention.")
-    heads, shared = _full_heads(config, fields), shared_kv_layers(config, windows)
+    heads, shared = _full_heads(config, fields), 0 if reads_model else shared_kv_layers(config, windows)
     rope = RopeConfig(1_000_000.0, heads.head_dim, "proportional", num_rotated=heads.head_dim // 8)
     if config.has("rope_parameters"):
         rope = parse_rope(config, heads.head_dim, 1_000_000.0, "full_attention")

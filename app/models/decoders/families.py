@@ -8,7 +8,7 @@ from typing import Any
 
 from app.models.decoders import expert_values
 from app.models.decoders import family_values as values
-from app.models.decoders.families_experts import EXPERT_FAMILIES
+from app.models.decoders.families_experts import EXPERT_FAMILIES, LLAMA4
 from app.models.decoders.families_layer_norm import LAYER_NORM_FAMILIES
 from app.models.decoders.families_recurrent import RECURRENT_FAMILIES
 from app.models.decoders.family import DecoderFamily, layer_names
@@ -188,6 +188,20 @@ _GEMMA4_UNIFIED = replace(
     read=expert_values.gemma4_unified,
 )
 
+
+def _assistant(family: DecoderFamily, model_type: str, model: str) -> DecoderFamily:
+    """Return the family of the draft heads of a model. The clusters of tokens in their files are not read."""
+    return replace(
+        family,
+        model_type=model_type,
+        title=f"draft heads of {model}, with `--draft-model`",
+        text_config="text_config",
+        read=expert_values.gemma4_assistant,
+        prefixes={f"{way}_projection.": f"model.{way}_projection." for way in ("pre", "post")},
+        ignored=("masked_embedding.",),
+    )
+
+
 _LFM2 = DecoderFamily(
     model_type="lfm2",
     title="LFM2",
@@ -348,7 +362,10 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
         _GEMMA4, "gemma4", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)", reads_pictures=True
     ),
     "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
+    "Gemma4AssistantForCausalLM": _assistant(_GEMMA4, "gemma4_assistant", "Gemma 4"),
+    "Gemma4UnifiedAssistantForCausalLM": _assistant(_GEMMA4_UNIFIED, "gemma4_unified_assistant", "Gemma 4 12B"),
     "Gemma4UnifiedForConditionalGeneration": _text_half(_GEMMA4_UNIFIED, "gemma4_unified", "Gemma 4 12B, text only"),
+    "Llama4ForConditionalGeneration": _text_half(LLAMA4, "llama4", "Llama 4, text only, up to 8,191 tokens of context"),
     "GemmaForCausalLM": DecoderFamily(
         model_type="gemma",
         title="Gemma 1",
@@ -625,8 +642,6 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
         *("InternVLChat", "Phi4Multimodal", "DeepseekVL", "OvisFor", "Molmo", "Pixtral", "Qwen2_5Omni"),
         "Lfm3Vl",
     ),
-    "chunked attention and experts that alternate with dense layers": ("Llama4",),
-    "the keys and values of another model": ("Gemma4Assistant", "Gemma4UnifiedAssistant"),
     "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "weights of one and a half bits": ("BitNet",),
     "a mixture of experts of its own kind": (*("JetMoe", "Dbrx", "LongcatFlash"),),

@@ -30,6 +30,20 @@ GRANITE_MOE_PARTS = {
     "shared_mlp.output_linear.": "mlp.shared_expert.down_proj.",
 }
 
+LLAMA4 = DecoderFamily(
+    model_type="llama4_text",
+    title="Llama 4, up to 8,191 tokens of context",
+    head_dim=128,
+    theta=500_000.0,
+    eps=1e-5,
+    interleaved=True,
+    head_norm=HeadNormConfig(after_rope=True, has_weight=False, with_rope=True),
+    read=values.llama4,
+    prefixes={"language_model.": ""},
+    parts={".feed_forward.router.": ".mlp.gate.", ".feed_forward.": ".mlp."},
+    expert_layout="either",
+)
+
 EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
     "MixtralForCausalLM": DecoderFamily(
         model_type="mixtral",
@@ -111,6 +125,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         read=values.granite_moe_swa,
         parts=GRANITE_MOE_PARTS,
     ),
+    "Llama4ForCausalLM": LLAMA4,
     "GptOssForCausalLM": DecoderFamily(
         model_type="gpt_oss",
         title="gpt-oss (20B, 120B)",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from app.models.decoders import family_values as values
 from app.models.decoders.family import DecoderFamily, layer_names
-from app.models.decoders.layer_config import NormConfig
+from app.models.decoders.layer_config import HeadNormConfig, NormConfig
 
 _LAYER_NORM = NormConfig("layer", has_bias=True)
 _WITHOUT_BIAS = NormConfig("layer")
@@ -229,6 +229,37 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
             ),
         },
         computed=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+    ),
+    "PersimmonForCausalLM": DecoderFamily(
+        model_type="persimmon",
+        title="Persimmon",
+        partial=0.5,
+        theta=25_000.0,
+        norm=_LAYER_NORM,
+        norm_eps="layer_norm_eps",
+        eps=1e-5,
+        head_norm=HeadNormConfig("layer", has_bias=True),
+        activation=("hidden_act", "relu2"),
+        fields={
+            "is_gated": False,
+            "fused_qkv": True,
+            "qkv_layout": "grouped",
+            **dict.fromkeys(("mlp_bias", "qkv_bias", "output_bias"), True),
+        },
+        read=values.persimmon,
+        names={
+            "model.final_layernorm": "model.norm",
+            **layer_names(
+                "model.layers",
+                {
+                    "self_attn.query_key_value": "self_attn.qkv_proj",
+                    "self_attn.dense": "self_attn.o_proj",
+                    "self_attn.q_layernorm": "self_attn.q_norm",
+                    "self_attn.k_layernorm": "self_attn.k_norm",
+                    **_NEOX_MLP,
+                },
+            ),
+        },
     ),
     "GPTJForCausalLM": DecoderFamily(
         model_type="gptj",

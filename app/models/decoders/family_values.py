@@ -420,6 +420,10 @@ def gpt_neox(config: ConfigReader, fields: Fields) -> Fields:
     }
 
 
+def persimmon(config: ConfigReader, fields: Fields) -> Fields:
+    return {} if config.boolean("qk_layernorm", True) else {"head_norm": None}
+
+
 def gptj(config: ConfigReader, fields: Fields) -> Fields:
     dim = config.integer("rotary_dim", 64)
     if dim % 2 or dim > fields["head_dim"]:

@@ -47,7 +47,7 @@ class HeadNormConfig:
 
     `scope`: statistics and weights are one head's, which all heads share; each head's; or all heads' together.
     `after_rope`: rotary embeddings are applied first. `values`: values have an RMSNorm without weights. Without `has_weight`
-    the weights are 1.
+    the weights are 1. `with_rope`: layers without rotary embeddings have no such norm.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -57,6 +57,8 @@ class HeadNormConfig:
     after_rope: bool = False
     values: bool = False
     has_weight: bool = True
+    has_bias: bool = False  # of the scope shared
+    with_rope: bool = False
 
     def num_weights(self, heads: int, head_dim: int) -> int:
         return head_dim if self.scope == "shared" else heads * head_dim
@@ -146,6 +148,7 @@ class ExpertsConfig:
     multiplied by the sigmoid of a further output of the router, else by `shared_scale`. With `selection_bias` a stored bias is added to the
     scores for the selection only. `router_bias`: the router's product has a bias. `apart`: the shared expert, an MLP as
     that of other layers, the experts and the router have norms of their own, and each expert's weights have a factor.
+    `scales_inputs`: the weight of the one expert of a token is multiplied with its input.
     """
 
     routing: Routing
@@ -157,3 +160,4 @@ class ExpertsConfig:
     selection_bias: bool = False
     router_bias: bool = False
     apart: bool = False
+    scales_inputs: bool = False

@@ -120,11 +120,15 @@ class HeadNorm(nn.Module):
 
     def __init__(self, source: str, norm: HeadNormConfig, heads: int, head_dim: int) -> None:
         super().__init__()
-        self.source, self.norm, self.kinds = source, norm, ("weight",) * norm.has_weight
-        self.weight = nn.Parameter(torch.empty(norm.num_weights(heads, head_dim)), requires_grad=False)
+        self.source, self.norm = source, norm
+        self.kinds = ("weight",) * norm.has_weight + ("bias",) * norm.has_bias
+        self.weight = nn.Parameter(
+            torch.empty((1 + norm.has_bias) * norm.num_weights(heads, head_dim)), requires_grad=False
+        )
 
-    def set_weight(self, tensor: Tensor) -> None:
-        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True) + self.norm.offset, requires_grad=False)
+    def set_weight(self, tensor: Tensor, *bias: Tensor) -> None:
+        wide = tensor.to(torch.float32, copy=True) + self.norm.offset
+        self.weight = nn.Parameter(torch.cat((wide, *bias)), requires_grad=False)
 
     def fill(self, weight: float, device: torch.device | None) -> None:
         self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
@@ -240,18 +244,19 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         at, sizes = f"model.layers.{layer}", config.heads(layer)
-        self.layer, self.head_dim, self.norm = config.cache_layer(layer), sizes.head_dim, config.head_norm
+        norm = config.head_norm
+        if norm is not None and norm.with_rope and config.ropes[layer] is None:
+            norm = None
+        self.layer, self.head_dim, self.norm = config.cache_layer(layer), sizes.head_dim, norm
         writes = config.writes_cache(layer)
         self.num_heads, self.num_kv_heads = config.num_heads, sizes.num_kv_heads if writes else 0
         self.read_heads = 0 if writes else sizes.num_kv_heads
         self.qkv, self.out = (linear_of(product, layer) for product in attention_products(config, layer))
         self.query_norm, self.key_norm = (
-            None
-            if config.head_norm is None or not heads
-            else HeadNorm(f"{at}.self_attn.{name}_norm", config.head_norm, heads, sizes.head_dim)
+            None if norm is None or not heads else HeadNorm(f"{at}.self_attn.{name}_norm", norm, heads, sizes.head_dim)
             for name, heads in (("q", self.num_heads), ("k", self.num_kv_heads))
         )
-        has_norm = writes and config.head_norm is not None and config.head_norm.values
+        has_norm = writes and norm is not None and norm.values
         self.value_norm = StoredVector("", "", sizes.head_dim) if has_norm else None  # all weights are 1
         self.spec = AttentionSpec(
             config.attention_scale,
@@ -262,14 +267,15 @@ class Attention(nn.Module):
         self.sinks = StoredVector(f"{at}.self_attn", "sinks", config.num_heads) if config.has_sinks else None
         self.slopes = AlibiSlopes(config.alibi_slopes) if config.alibi_slopes else None
         self.gates = config.num_heads * self.head_dim if config.has_output_gate else 0
+        self.is_last = layer == config.num_layers - 1  # of its result some rows may be taken, whatever a step computes
 
     @property
     def first(self) -> Linear:
         """The product that reads the input of attention; the norm before it writes what it reads."""
         return self.qkv
 
-    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
-        """Map x [tokens, hidden] to the attention output [tokens, heads * head_dim]."""
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Activations:
+        """Map x [tokens, hidden] to the attention output [tokens, heads * head_dim], as `out` reads it except in the last layer."""
         spec = self.spec
         if self.sinks is not None or self.slopes is not None:
             sinks, slopes = (None if one is None else one.weight for one in (self.sinks, self.slopes))
@@ -278,7 +284,8 @@ class Attention(nn.Module):
         if not self.gates:
             return attend(self.layer, self._heads(product, angles), spec)
         mixed = attend(self.layer, self._heads(product[:, self.gates :], angles), spec)
-        return unquantized(gated_norm(mixed, product[:, : self.gates], GatedNorm("sigmoid"), mixed.dtype))
+        group = None if self.is_last else self.out.activation_group(len(mixed))
+        return gated_norm(mixed, product[:, : self.gates], GatedNorm("sigmoid"), mixed.dtype, group)
 
     def _heads(self, product: Tensor, angles: RopeAngles | None) -> QkvHeads:
         sizes = (product, self.num_heads, self.num_kv_heads, self.head_dim)
@@ -291,6 +298,7 @@ class Attention(nn.Module):
             self.norm.eps,
             angles,
             subtracts_mean=self.norm.kind == "layer",
+            norm_bias=self.norm.has_bias,
             together=self.norm.scope == "together",
             norm_after_rope=self.norm.after_rope,
             value_norm=None if self.value_norm is None else self.value_norm.weight,
@@ -362,6 +370,7 @@ class RecurrentMixer(nn.Module):
         self.layer, self.recurrent, self.sizes = sum(recurrent.layers[:layer]), recurrent, sizes
         products = [linear_of(product, layer) for product in state_products(config)]
         self.first, self.inputs, self.out = products[0], products[-2], products[-1]
+        self.is_last = layer == config.num_layers - 1
         source, kinds = filter_kinds(recurrent)
         self.filters = Filters(f"{at}{source}", sizes.width, sizes.channels, kinds)
         self.bias = StoredVector(f"{at}.conv1d", "bias", sizes.channels) if recurrent.conv_bias else None
@@ -369,8 +378,8 @@ class RecurrentMixer(nn.Module):
         self.skips = None if sizes.has_delta else StoredVector(at, "D", sizes.heads)
         self.norm = StoredVector(f"{at}.norm", "weight", recurrent.norm_weights) if recurrent.norm_size else None
 
-    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
-        """Map x [tokens, hidden] to [tokens, heads * value_size]; there are no positions."""
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Activations:
+        """Map x [tokens, hidden] to [tokens, heads * value_size], as `out` reads it except in the last layer."""
         assert isinstance(attend, AttendWithStates), "only such a runner has states"
         inputs, gates = self._inputs(x)
         weights = (one if one is None else one.weight for one in (self.bias, self.rates, self.step_bias, self.skips))
@@ -389,7 +398,8 @@ class RecurrentMixer(nn.Module):
         mixed = attend.recur(self.layer, inputs, recurrence)
         weight, recurrent = None if self.norm is None else self.norm.weight, self.recurrent
         norm = GatedNorm("silu", recurrent.norm_size, weight, recurrent.norm_eps, recurrent.gates_first)
-        return unquantized(gated_norm(mixed, gates, norm, gates.dtype))
+        group = None if self.is_last else self.out.activation_group(len(mixed))
+        return gated_norm(mixed, gates, norm, gates.dtype, group)
 
     def _inputs(self, x: Activations) -> tuple[RecurrentInputs, Tensor]:
         """Return what the recurrence reads, and the gates."""
@@ -451,7 +461,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, layer: int) -> None:
         super().__init__()
         at, routing = f"model.layers.{layer}.mlp", experts.routing
-        self.routing, self.activation = routing, config.activation
+        self.routing, self.activation, self.scales_inputs = routing, config.activation, experts.scales_inputs
         sources = (f"{at}.gate", *((f"{at}.shared_expert_gate",) if experts.shared_gate else ()))
         rows = (routing.num_experts, 1)[: len(sources)]
         self.router = Linear(sources, config.hidden_size, sum(rows), experts.router_bias, rows)
@@ -507,8 +517,11 @@ class MixtureOfExperts(nn.Module):
     def _run(
         self, name: str, experts: Iterable[nn.Module], hidden: Tensor, rows: Tensor, ids: Tensor, weights: Tensor
     ) -> None:
+        scales_inputs = self.scales_inputs and name == "experts"
         forms = [
-            ExpertForms(one.gate_up.form, one.down.form, one.is_gated) for one in experts if isinstance(one, DecoderMLP)
+            ExpertForms(one.gate_up.form, one.down.form, one.is_gated, scales_inputs)
+            for one in experts
+            if isinstance(one, DecoderMLP)
         ]
         known = tuple(form for one in forms for form in (one.gate_up, one.down))
         if name not in self._stacks or self._stacks[name][0] != known:  # forms change while weights are packed

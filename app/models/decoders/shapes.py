@@ -43,7 +43,10 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
 
 def _before_layers(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     size = config.hidden_size
-    if config.is_draft_head:
+    if config.served_size:
+        yield "model.pre_projection.weight", (size, 2 * config.served_size)
+        yield "model.post_projection.weight", (config.served_size, size)
+    elif config.is_draft_head:
         yield "model.fc.weight", (size, 2 * size)
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "served_norm"):
             yield from _norm(f"model.{name}", config.norm, size)
@@ -77,7 +80,12 @@ def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
 
 def dense_products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
     """Yield the shapes of `products_of` that every token passes, without `narrow_products`."""
-    if config.is_draft_head:
+    if config.served_size:
+        yield from (
+            ((config.hidden_size, 2 * config.served_size), False),
+            ((config.served_size, config.hidden_size), False),
+        )
+    elif config.is_draft_head:
         yield (config.hidden_size, 2 * config.hidden_size), False
     for layer in range(config.num_layers):
         for product in mixer_products(config, layer):
@@ -360,6 +368,8 @@ def _attention_vectors(config: ModelConfig, layer: int) -> Iterator[tuple[str, S
         yield "self_attn.sinks", (config.num_heads,)
     if config.head_norm is not None and config.head_norm.has_weight:
         heads = config.heads(layer)
+        for name in ("q_norm", "k_norm") if config.head_norm.has_bias else ():
+            yield f"self_attn.{name}.bias", (heads.head_dim,)
         yield "self_attn.q_norm.weight", (config.head_norm.num_weights(config.num_heads, heads.head_dim),)
         if config.writes_cache(layer):
             yield "self_attn.k_norm.weight", (config.head_norm.num_weights(heads.num_kv_heads, heads.head_dim),)

@@ -97,8 +97,11 @@ def test_other_norms_of_heads_equal_their_reference(
     heads = replace(heads, subtracts_mean=subtracts_mean, together=together, norm_after_rope=last)
     if own:
         generator = torch.Generator().manual_seed(head_dim)
-        norms = (1 + 0.2 * torch.randn(count * head_dim, generator=generator) for count in (num_heads, kv_heads))
+        norms = iter(1 + 0.2 * torch.randn(count * head_dim, generator=generator) for count in (num_heads, kv_heads))
         heads = replace(heads, query_norm=next(norms), key_norm=next(norms))
+    elif subtracts_mean:  # with a bias
+        norms = iter(torch.randn(2, 2 * head_dim, generator=torch.Generator().manual_seed(head_dim)))
+        heads = replace(heads, query_norm=next(norms), key_norm=next(norms), norm_bias=True)
     expected = apply_rope_to_qkv_torch(heads)
     kv, _ = rows_of(kv_heads, head_dim, dtype)
     with at_level(level):

@@ -8,7 +8,7 @@ import pytest
 
 from app.hardware.facts import Facts, Needs
 from app.hardware.probe.probe import probe
-from tools.recorded_hosts import read_tree, write_tree
+from recorded_hosts import read_tree, write_tree
 
 Recorded = Callable[[str], Facts]
 

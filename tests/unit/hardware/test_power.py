@@ -26,7 +26,7 @@ from app.hardware.power import (
 )
 from app.hardware.probe.host_files import HostFiles
 from hypothesis_examples import examples
-from tools.recorded_hosts import read_tree, write_tree
+from recorded_hosts import read_tree, write_tree
 
 COUNTERS = Path(__file__).parent / "counters"
 

@@ -11,7 +11,7 @@ from app.hardware import power
 from app.hardware.facts import PowerCounter, PowerMeter
 from app.hardware.probe import macos
 from app.hardware.probe.host_files import HostFiles
-from tools.recorded_hosts import read_tree, write_tree
+from recorded_hosts import read_tree, write_tree
 
 COUNTERS = Path(__file__).parent / "counters"
 NAMES = sorted(path.name for path in COUNTERS.iterdir() if path.is_dir())

@@ -18,7 +18,7 @@ from app.hardware.thermal_sensors import (
     parse_pmset,
     read_thermal,
 )
-from tools.recorded_hosts import write_tree
+from recorded_hosts import write_tree
 
 CPU, HWMON, ZONES = "/sys/devices/system/cpu", "/sys/class/hwmon", "/sys/class/thermal"
 # Composed from the kernel's documentation and the drivers' names; `test_readings_are_of_the_recorded_files` reads them.

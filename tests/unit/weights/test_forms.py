@@ -134,6 +134,11 @@ def test_the_output_layer_of_a_large_model_has_four_bits(tmp_path: Path, monkeyp
     config, recipe = config_of(tmp_path, tie_word_embeddings=True), find_recipe("cpu", "x86_64", "int4")
     small = forms.quantized_bytes(config, "int4")
     assert "model.embed_tokens" in choose_upgrades(config, recipe)
+    layers = sum(rows * columns for (rows, columns), _ in forms.products_of(config))
+    budget = forms.upgrade_budget(config, recipe)
+    monkeypatch.setattr(forms, "SMALL_MODEL", layers + config.vocab_size * config.hidden_size // 2)
+    assert "model.embed_tokens" not in choose_upgrades(config, recipe), "a vocabulary that is large for the layers"
+    assert forms.upgrade_budget(config, recipe) == budget and forms.quantized_bytes(config, "int4") < small
     monkeypatch.setattr(forms, "SMALL_MODEL", 0)
     assert "model.embed_tokens" not in choose_upgrades(config, recipe)
     assert forms.quantized_bytes(config, "int4") < small

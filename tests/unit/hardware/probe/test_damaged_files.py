@@ -15,7 +15,7 @@ from app.hardware.probe.probe import probe
 from app.hardware.thermal_sensors import read_thermal
 from app.settings import Settings
 from app.weights.forms import RECIPES
-from tools.recorded_hosts import read_tree, write_tree
+from recorded_hosts import read_tree, write_tree
 
 CONTENTS = ["", "\x00\xff garbage", "-1", "9" * 5_000, "²", "1.2.3", "0-99999999999", "max", ": : :\n= =", "nan"]
 # Files without which a plan may be impossible: they say how much memory there is, and on which CPUs this process runs;

@@ -40,6 +40,7 @@ def test_multipliers_are_folded() -> None:
         ("GptOssForCausalLM", {"swiglu_alpha": 2.0}, "another factor in the experts' gates than 1.702 is not offered"),
         ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "is not offered"),
         ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, "another number of experts of each token than two"),
+        ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, "2 experts of each token; supported: 1"),
         ("Ernie4_5_MoeForCausalLM", {"use_bias": True}, "a bias in products around experts that have none"),
         ("MptForCausalLM", {"no_bias": False}, "products and norms with biases is not offered"),
         ("MptForCausalLM", {"attn_config": {"alibi": False}}, "learned positions of MPT is not offered"),
@@ -237,7 +238,7 @@ def test_what_is_not_offered_is_refused_by_name(architecture: str, values: dict[
     ("architecture", "need"),
     [
         ("MambaForCausalLM", "state-space layers"),
-        ("Llama4ForCausalLM", "chunked"),
+        ("DbrxForCausalLM", "a mixture of experts of its own kind"),
         ("MllamaForConditionalGeneration", "pictures"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from app.hardware.probe.host_files import parse_cpu_list
 
-HOSTS = Path(__file__).resolve().parent.parent / "tests" / "unit" / "hardware" / "hosts"
+HOSTS = Path(__file__).resolve().parents[1] / "unit" / "hardware" / "hosts"
 
 
 def sections(text: str) -> Iterator[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ import yaml
 
 from tools.monitoring.plain_rules import plain_rules
 
-LAUNCH = (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "peers" / "launch.py"), "--")
+LAUNCH = (sys.executable, "-P", str(Path(__file__).resolve().parents[2] / "tools" / "peers" / "launch.py"), "--")
 START_SECONDS = 60.0
 
 
