@@ -17,7 +17,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -72,26 +72,24 @@ def _models() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
         print("timm is not installed")
 
 
-def _first(result: Any) -> Tensor:
-    if isinstance(result, dict):
-        result = result["out"]
-    found: Tensor = result[0] if isinstance(result, tuple) else result
-    return found
-
-
 class _OneOutput(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, image: Tensor) -> Tensor:
-        return _first(self.model(image))
+        result = self.model(image)
+        result = result["out"] if isinstance(result, dict) else result
+        return cast(Tensor, result[0] if isinstance(result, tuple) else result)
 
 
 def _served(model: nn.Module, path: Path) -> str:
     """Return how the model is served. Raises `CheckpointInvalid` if it is refused."""
     side = getattr(model, "default_cfg", {}).get("input_size", (3, 224, 224))[1]
     subject = _OneOutput(model.eval())
+    for tensor in (*subject.parameters(), *subject.buffers()):  # a new model's zeros would hide what is before them
+        if tensor.is_floating_point() and tensor.numel() > 1 and bool(tensor.min() == tensor.max()):
+            tensor.data += 0.1 * torch.rand_like(tensor)
     batch = torch.export.Dim("batch", min=1, max=64)
     traced = torch.export.export(subject, (torch.randn(2, 3, side, side),), dynamic_shapes=({0: batch},))
     torch.export.save(traced, path)

@@ -106,15 +106,14 @@ def _shown(result: Any) -> str:
 
 @dataclass(slots=True)
 class InferState:
-    """A request in the engine. Rows `[done, rows)` are still to be computed."""
+    """A request in the engine. Rows `[done, rows)` are still to be computed. `parts` are rows of outputs as bytes."""
 
     message: Infer
-    inputs: Tensors
     rows: int
     shapes: InputShapes
     done: int = 0
     started_at: float | None = None
-    parts: dict[str, list[Tensor]] = field(default_factory=dict)
+    parts: dict[str, list[Array]] = field(default_factory=dict)
 
     @property
     def tokens_left(self) -> int:
@@ -126,8 +125,16 @@ class RowShare:
     request: InferState
     rows: int
 
-    def input_rows(self, name: str) -> Tensor:
-        return self.request.inputs[name][self.request.done : self.request.done + self.rows]
+    def input_rows(self, name: str) -> bytes | memoryview:
+        request = self.request
+        return _rows_of(request.message.inputs[name].data, request.rows, request.done, self.rows)
+
+
+def _rows_of(data: bytes, num_rows: int, first: int, rows: int) -> bytes | memoryview:
+    if rows == num_rows:
+        return data
+    size = len(data) // num_rows
+    return memoryview(data)[first * size : (first + rows) * size]
 
 
 class ProgramEngine(QueueEngine[InferState]):
@@ -145,9 +152,8 @@ class ProgramEngine(QueueEngine[InferState]):
         self._model_seconds = 0.0  # seconds of the last step in the program itself
 
     def add(self, message: Infer) -> list[Event]:
-        inputs = {name: to_tensor(array) for name, array in message.inputs.items()}
-        shapes = tuple(tuple(inputs[spec.name].shape[1:]) for spec in self._signature.inputs)
-        self.queue.push(InferState(message, inputs, len(next(iter(inputs.values()))), shapes))
+        shapes = [message.inputs[spec.name].shape for spec in self._signature.inputs]
+        self.queue.push(InferState(message, shapes[0][0], tuple(shape[1:] for shape in shapes)))
         return []
 
     def step(self) -> list[Event]:
@@ -178,9 +184,14 @@ class ProgramEngine(QueueEngine[InferState]):
         return [RowShare(request, rows) for request, rows in shares]
 
     def _compute(self, shares: Sequence[RowShare]) -> dict[str, Tensor]:
-        names = [spec.name for spec in self._signature.inputs]
-        parts = {name: [share.input_rows(name) for share in shares] for name in names}
-        inputs = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in parts.items()}
+        rows = sum(share.rows for share in shares)
+        # Bytes are joined before they become a tensor: for a small program the calls of torch take longer than the step.
+        inputs = {
+            spec.name: _tensor(
+                bytearray().join(share.input_rows(spec.name) for share in shares), spec.datatype, (rows, *shape)
+            )
+            for spec, shape in zip(self._signature.inputs, shares[0].request.shapes, strict=True)
+        }
         began = self._clock()
         try:
             return self.runner.run(inputs)
@@ -189,15 +200,23 @@ class ProgramEngine(QueueEngine[InferState]):
 
     def _distribute(self, shares: Sequence[RowShare], outputs: Mapping[str, Tensor]) -> list[Event]:
         events: list[Event] = []
-        first = 0
+        first, rows = 0, sum(share.rows for share in shares)
+        wanted = {name for share in shares for name in share.request.message.outputs}
+        arrays = {
+            spec.name: to_array(outputs[spec.name], spec.datatype)
+            for spec in self._signature.outputs
+            if spec.name in wanted
+        }
         for share in shares:
             request = share.request
             for name in request.message.outputs:
-                request.parts.setdefault(name, []).append(outputs[name][first : first + share.rows])
+                array = arrays[name]
+                part = bytes(_rows_of(array.data, rows, first, share.rows))
+                request.parts.setdefault(name, []).append(Array(array.datatype, (share.rows, *array.shape[1:]), part))
             first += share.rows
             request.done += share.rows
             if request.done == request.rows:
-                events.append(self._answer(request))
+                events += self._answer(request)
         return events
 
     def _compute_alone(self, share: RowShare) -> list[Event]:
@@ -219,11 +238,25 @@ class ProgramEngine(QueueEngine[InferState]):
             return False
         return True
 
-    def _answer(self, request: InferState) -> ArraysReady:
+    def _answer(self, request: InferState) -> list[Event]:
+        try:
+            arrays = {name: _joined(parts, request.rows) for name, parts in request.parts.items()}
+        except ValueError as error:
+            return self._end([request], program_error(error, computes_others=True))
         self.queue.remove(request.message.request_id)
-        specs = {spec.name: spec for spec in self._signature.outputs}
-        arrays = {name: to_array(torch.cat(parts), specs[name].datatype) for name, parts in request.parts.items()}
-        return ArraysReady(request.message.request_id, arrays, self._timings(request, self._clock()), request.rows)
+        return [ArraysReady(request.message.request_id, arrays, self._timings(request, self._clock()), request.rows)]
+
+
+def _joined(parts: Sequence[Array], rows: int) -> Array:
+    """Return the rows of several steps as one array. Raises `ValueError` if they differ in shape."""
+    first = parts[0]
+    if any(part.shape[1:] != first.shape[1:] for part in parts):
+        raise ValueError("the rows of an output differ in shape")
+    return (
+        first
+        if len(parts) == 1
+        else Array(first.datatype, (rows, *first.shape[1:]), b"".join(part.data for part in parts))
+    )
 
 
 def program_error(error: Exception, computes_others: bool) -> RequestError:
@@ -396,10 +429,12 @@ def _close_enough(one: Tensor, other: Tensor) -> bool:
 
 def to_tensor(array: Array) -> Tensor:
     """Return a tensor with a copy of the array's bytes, whose number matches the shape."""
-    dtype = DTYPES[array.datatype]
-    if not array.data:
-        return torch.empty(array.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(array.data), dtype=dtype).view(array.shape)
+    return _tensor(bytearray(array.data), array.datatype, array.shape)
+
+
+def _tensor(data: bytearray, datatype: str, shape: tuple[int, ...]) -> Tensor:
+    dtype = DTYPES[datatype]
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def to_array(tensor: Tensor, datatype: str = "FP32") -> Array:

@@ -167,7 +167,7 @@ class Condition:
     def __init__(self, text: str, names: Sequence[str]) -> None:
         self.inputs: list[str] = []
         self._places: list[tuple[str, str, int]] = []
-        self._names = names
+        self._source, self._names = text, names
         try:
             if len(text) > _MAX_CONDITION:
                 raise ValueError
@@ -181,6 +181,10 @@ class Condition:
         self.text = re.sub(
             r"_size_(\d+)", lambda found: "{}.{}({})".format(*self._places[int(found[1])]), ast.unparse(self._tree)
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process of an engine gets the text: functions cannot be sent."""
+        return Condition, (self._source, self._names)
 
     def holds(self, shapes: Shapes) -> bool:
         try:

@@ -29,7 +29,7 @@ from app.models.program import PackedProduct, Program
 from app.models.program_graph import Ref
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice, LayerPacking, form_choice
-from app.weights.forms import QUANTIZED, choose_upgrades, is_output, is_value
+from app.weights.forms import INT8, INT8_ROWS, MOST_ROW_SCALE_COST, QUANTIZED, choose_upgrades, is_output, is_value
 from app.weights.packs import PackedWeights, PackFile, PackFolder, PackNotes, Progress
 from app.weights.program import CONVOLUTIONS, Archive, ProgramCheckpoint, StoredTensor
 from app.weights.safetensors import TensorEntry
@@ -51,6 +51,7 @@ from armature_kernels.linear.smoothing import (
 )
 from armature_kernels.linear.torchao_config import is_torchao
 from armature_kernels.linear.torchao_linear import TorchaoFactory
+from armature_kernels.native.library import native_library
 
 Model = Decoder | Encoder | Head
 ReportCost = Callable[[float], None]  # takes the cost of quantization in quality, see `Packing`
@@ -146,6 +147,10 @@ class _ModelLoader:
         self.checkpoint, self.progress, self.packing = checkpoint, progress, packing
         self.choice = form_choice(plan, checkpoint.model_config, backend.device, checkpoint.tensors)
         self.model = _build(checkpoint, self.choice.dtype, plan.memory.max_model_len, backend.device)
+        # The plan counts on the speed of groups. With AMX rows are multiplied in bf16, which gains nothing by fewer scales.
+        has_vectors = isinstance(self.model, Encoder) and "embedding" in self.model.config.outputs
+        if has_vectors and self.choice.recipe is INT8 and not native_library().wide_rows:
+            self.choice = replace(self.choice, recipe=INT8_ROWS)
         self.precision = plan.weights.precision
         self.is_quantized = self.precision in QUANTIZED and self.choice.device is None
         # Codes of the checkpoint that are kept are not rounded again.
@@ -185,6 +190,8 @@ class _ModelLoader:
                 self._pack(layer, None if kept is None else kept.blobs)
         self._fill_tables({linear.sources: linear.form for linear in linears})
         notes = PackNotes(self.choice.upgraded, self._measure_cost()) if kept is None else kept.notes
+        if kept is None and self.choice.recipe is INT8_ROWS:
+            layers, notes = self._pack_finer(linears, layers, notes)
         self.progress(self.total, self.total)
         if pack_file is not None and kept is None:
             blobs = [blob for layer in layers for blob in layer.blobs(self.smooth_scales.get(layer.linear.sources))]
@@ -192,6 +199,20 @@ class _ModelLoader:
         if notes.cost is not None:
             self.packing.report_cost(notes.cost)
         return pack_file
+
+    def _pack_finer(
+        self, linears: Sequence[Linear], layers: list[LayerPacking], notes: PackNotes
+    ) -> tuple[list[LayerPacking], PackNotes]:
+        """Pack an encoder's products with scales of groups, as many as it takes for vectors that are close enough."""
+        # The last product of a block reads activations, which have the largest outliers.
+        narrowing = [linear for linear in linears if linear.in_features > linear.out_features]
+        for finer in (narrowing, linears):
+            if notes.cost is not None and notes.cost <= MOST_ROW_SCALE_COST:
+                break
+            upgraded = frozenset(source for linear in finer for source in linear.sources)
+            layers = self._pack_upgraded(linears, layers, upgraded)
+            notes = PackNotes(upgraded, self._measure_cost())
+        return layers, notes
 
     def _read_pack(self, pack_file: PackFile, linears: Sequence[Linear]) -> PackedWeights | None:
         if self.is_calibrated and self.packing.replaces_pack:
@@ -240,10 +261,10 @@ class _ModelLoader:
         """Pack layer by layer while a text runs through the model, then pack again what is upgraded."""
         assert isinstance(self.model, Decoder), "only decoders are calibrated"
         always = narrow_products(self.model.config)
-        known = frozenset(
+        upgraded = frozenset(
             source for source in self.choice.upgraded if is_value(source) or is_output(source) or source in always
         )
-        self.choice = replace(self.choice, upgraded=known)
+        self.choice = replace(self.choice, upgraded=upgraded)
         layers = {layer.linear: layer for layer in self._layers(linears, self.choice)}
         for module in self.model.modules():
             if isinstance(module, Embedding):
@@ -254,10 +275,17 @@ class _ModelLoader:
                 self._pack(layers[linear], None, shown)
         if self.choice.recipe.upgrade is not None:
             upgraded = choose_upgrades(self.checkpoint.decoder, self.choice.recipe, calibrator.losses)
-            self.choice = replace(self.choice, upgraded=upgraded)
+        return self._pack_upgraded(linears, tuple(layers.values()), upgraded)
+
+    def _pack_upgraded(
+        self, linears: Sequence[Linear], packed: Sequence[LayerPacking], upgraded: frozenset[str]
+    ) -> list[LayerPacking]:
+        """Pack the layers again whose form another choice of upgraded ones changes."""
+        before = {layer.linear: layer.packing for layer in packed}
+        self.choice = replace(self.choice, upgraded=upgraded)
         final = self._layers(linears, self.choice)
         for layer in final:
-            if layer.packing != layers[layer.linear].packing:
+            if layer.packing != before[layer.linear]:
                 entries = self.streams.entries(layer.linear.sources)
                 factors = self.smooth_scales.get(layer.linear.sources)
                 layer.linear.form = self._form(layer.linear, layer.packing, entries, factors)

@@ -1,7 +1,7 @@
 """Exports a recommender with tables of users and items.
 
 python export.py && armature serve --model recommender.pt2
-armature bench http --kind infer --model recommender.pt2 --url http://127.0.0.1:8000 --batch 32
+armature bench http --kind infer --model recommender --url http://127.0.0.1:8000 --batch 32
 
 The last command prints p50 and p99 of 1, 8 and 32 clients, each with 32 candidates in a request.
 """

@@ -1,7 +1,7 @@
 """Exports a classifier of pictures, with its description and labels.
 
 python export.py && armature serve --model vision.pt2
-armature bench http --kind infer --model vision.pt2 --url http://127.0.0.1:8000
+armature bench http --kind infer --model vision --url http://127.0.0.1:8000
 
 `Preprocessed` holds the scaling and the normalization inside the program, so that clients send bytes. Put your own model
 and labels in place of the small network, for example torchvision's `resnet18(weights="DEFAULT")` with a side of 224.

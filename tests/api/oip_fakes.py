@@ -77,9 +77,9 @@ def answered(order: Command) -> ArraysReady | None:
 class Served:
     """`client` speaks to the application over ASGI; `worker` has what the service sent."""
 
-    def __init__(self, service: Service, worker: FakeWorker, client: httpx.AsyncClient) -> None:
-        self.service, self.worker, self.client = service, worker, client
-        self.path = f"/v2/models/{service.model.name}"
+    def __init__(self, runtime: ApiRuntime, worker: FakeWorker, client: httpx.AsyncClient) -> None:
+        self.service, self.metrics, self.worker, self.client = runtime.service, runtime.metrics, worker, client
+        self.path = f"/v2/models/{runtime.service.model.name}"
 
     async def infer(self, inputs: list[Any], tail: bytes | None = None, **fields: Any) -> httpx.Response:
         """JSON, with the bytes of binary tensors behind it where there are any."""
@@ -105,9 +105,9 @@ async def serving(model: ServedModel) -> AsyncIterator[Served]:
     await service.start()
     service.serve(model)
     app = application()
-    app.state.runtime = ApiRuntime(service, Metrics(), Lifetime(), dict, created=1)
+    runtime = app.state.runtime = ApiRuntime(service, Metrics(), Lifetime(), dict, created=1)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://armature") as client:
-        yield Served(service, worker, client)
+        yield Served(runtime, worker, client)
     await service.stop()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.api.oip import tensors
 from app.messages import Signature, TensorSpec, Text
 from tests.api.oip_fakes import Served, encoder, outputs, program, serving, tensor
 
@@ -135,6 +136,45 @@ async def test_a_program_of_several_inputs(computing: Served) -> None:
     assert outputs(response) == {"sum": [21, 57]}
     assert computing.orders[0].inputs["flags"].data == b"\1\0"
     assert computing.orders[0].outputs == ("sum",)
+
+
+async def test_json_that_is_repeated_before_other_bytes_is_read_as_the_first_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each model checks it, ignored fields are counted each time, and a wrong number of bytes is refused."""
+    wide, narrow = (
+        program(Signature((TensorSpec("pixels", "FP32", (-1, width)),), (TensorSpec("sum", "FP32", (-1,)),)))
+        for width in (3, 2)
+    )
+    sent = [tensor("pixels", "FP32", [2, 3], binary_data_size=24)]
+    first, second = (array("f", values).tobytes() for values in ([1, 2, 3, 4, 5, 6], [7, 8, 9, 1, 1, 1]))
+    monkeypatch.setattr(tensors, "_known_heads", {})
+    async with serving(wide) as served:
+        assert outputs(await served.infer(sent, first)) == {"sum": [6, 15]}
+        with monkeypatch.context() as patch:
+            patch.setattr(tensors, "parse_body", None)  # is not called again
+            assert outputs(await served.infer(sent, second)) == {"sum": [24, 3]}
+        (known,) = tensors._known_heads.values()
+        assert not known._request.inputs, "no client's values are kept"
+        for tail in (first[:-4], first + b"1234", b""):
+            assert (await served.infer(sent, tail)).status_code == 400
+        for _ in range(2):
+            assert outputs(await served.infer(sent, first, unknown=1)) == {"sum": [6, 15]}
+        ignored = served.metrics.samples("ignored_fields")
+        assert sum(one.value for one in ignored if one.name.endswith("_total")) == 2
+    async with serving(narrow) as served:
+        refused = await served.infer(sent, first)
+        assert refused.status_code == 400 and "must have the shape [-1, 2]" in refused.text
+
+
+async def test_values_that_are_checked_are_checked_each_time(computing: Served) -> None:
+    sent = [
+        tensor("pixels", "FP32", [1, 2, 1], binary_data_size=8),
+        tensor("flags", "BOOL", [1], binary_data_size=1),
+    ]
+    wanted = [{"name": "sum"}]
+    assert outputs(await computing.infer(sent, bytes(8) + b"\1", outputs=wanted)) == {"sum": [0]}
+    assert "a BOOL is one byte" in (await computing.infer(sent, bytes(8) + b"\2", outputs=wanted)).text
 
 
 async def test_bf16_comes_as_bytes_alone(computing: Served) -> None:

@@ -11,7 +11,8 @@ import asyncio
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -49,6 +50,8 @@ _INTEGERS = ("whole numbers", frozenset({int}))
 LARGEST_FP32 = float.fromhex("0x1.fffffep127")
 MAX_STRINGS = 4_096  # limit per tensor: twice the texts of a request; each takes an iteration of a Python loop
 MAX_JSON_VALUES = 2**22  # limit per output: as Python objects they take 32 times the 4 bytes of an FP32
+# JSON before binary tensors: how much of it is kept, and of how many forms; without values it has some hundred bytes.
+_MAX_KNOWN_BYTES, _MAX_KNOWN_HEADS = 4_096, 64
 SLICE_VALUES = 2**14  # written as JSON in about a millisecond, after which the event loop may run other tasks
 
 
@@ -226,7 +229,8 @@ class InferRequest:
     """A parsed `infer` request with its tensors by name.
 
     `outputs` maps each requested output to whether it is requested as binary (None: not specified); None: all.
-    `classes` is the number of classes that are requested in place of an output's values.
+    `classes` is the number of classes that are requested in place of an output's values. `known` is set if its JSON was
+    parsed before.
     """
 
     inputs: Mapping[str, Array]
@@ -234,6 +238,7 @@ class InferRequest:
     id: str | None = None
     parameters: InferParameters = field(default_factory=InferParameters)
     classes: Mapping[str, int] = field(default_factory=dict)
+    known: KnownHead | None = None
 
     def is_binary(self, output: str) -> bool:
         """Return True if the output is sent as binary data. An output's own parameter overrides the request's."""
@@ -261,18 +266,62 @@ def parse_infer_request(
 ) -> InferRequest:
     """Parse the body and check every tensor's datatype, shape and bytes for consistency.
 
-    The model's own requirements are checked later.
+    The model's own requirements are checked later. Clients repeat the JSON of binary tensors, and only the bytes differ:
+    such JSON is parsed once.
     """
+    key = bytes(head) if tail is not None and len(head) <= _MAX_KNOWN_BYTES else b""
+    known = _known_heads.get(key)
+    if known is not None and tail is not None and len(tail) == known.num_bytes:
+        return known.request_for(tail)
     if not head.strip():
         raise InvalidRequest("The body is empty: send a JSON object with inputs.")
-    body = parse_body(InferBody, head, report)
-    return InferRequest(
+    ignored: list[str] = []
+    body = parse_body(InferBody, head, lambda _, names: ignored.extend(names))
+    if ignored and report is not None:
+        report(InferBody.API, ignored)
+    request = InferRequest(
         _inputs(body.inputs, tail),
         _outputs(body.outputs),
         body.id,
         body.parameters or InferParameters(),
         {one.name: count for one in body.outputs or () if one.parameters and (count := one.parameters.classification)},
     )
+    if (
+        key
+        and not ignored
+        and not any(one.datatype in ("BYTES", "BOOL") or one.binary_size is None for one in body.inputs)
+    ):
+        if len(_known_heads) >= _MAX_KNOWN_HEADS:
+            _known_heads.clear()
+        _known_heads[key] = KnownHead(request)
+    return request
+
+
+class KnownHead:
+    """The JSON of a request whose tensors are binary, and may have any values.
+
+    `model` is the last one that accepted its tensors, and `outputs` are the names of the outputs that it then returns.
+    """
+
+    def __init__(self, request: InferRequest) -> None:
+        self._request = replace(request, inputs={})  # without the first values, which may be many
+        self._places: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        self.num_bytes = 0
+        for name, tensor in request.inputs.items():
+            end = self.num_bytes + len(tensor.data)
+            self._places.append((name, tensor.datatype, tensor.shape, self.num_bytes, end))
+            self.num_bytes = end
+        self.model: object = None
+        self.outputs: tuple[str, ...] = ()
+
+    def request_for(self, tail: bytes) -> InferRequest:
+        """Return the request with other values."""
+        inputs = {name: Array(kind, shape, tail[start:end]) for name, kind, shape, start, end in self._places}
+        same = self._request
+        return InferRequest(inputs, same.outputs, same.id, same.parameters, same.classes, self)
+
+
+_known_heads: dict[bytes, KnownHead] = {}
 
 
 def _inputs(tensors: tuple[InputTensor, ...], tail: bytes | None) -> dict[str, Array]:
@@ -328,26 +377,41 @@ class InferResult:
 
 async def render_response(model_name: str, inference: InferRequest, result: InferResult) -> Response:
     """Return the response, with each array as JSON or as bytes after the JSON, as requested."""
-    body: dict[str, Any] = {"model_name": model_name, "model_version": VERSION}
-    body |= {} if inference.id is None else {"id": inference.id}
-    body |= {"parameters": result.parameters} if result.parameters else {}
     arrays = result.arrays
-    outputs = [await _output_json(name, array, inference.is_binary(name)) for name, array in arrays.items()]
-    head = to_json(body)[:-1] + b',"outputs":[' + b",".join(outputs) + b"]}"
-    binary = [array.data for name, array in arrays.items() if inference.is_binary(name)]
+    binary = {name: array for name, array in arrays.items() if inference.is_binary(name)}
     headers = server_timing([result.timings], "queue", "encode")
+    outputs = [
+        _binary_json(name, array.datatype, array.shape, len(array.data))
+        if name in binary
+        else await _output_json(name, array)
+        for name, array in arrays.items()
+    ]
+    head = _start_json(model_name, inference.id, result.parameters) + b",".join(outputs) + b"]}"
     if not binary:
         return Response(head, media_type="application/json", headers=headers)
     return Response(
-        b"".join([head, *binary]), media_type="application/octet-stream", headers={**headers, HEADER: str(len(head))}
+        b"".join([head, *(array.data for array in binary.values())]),
+        media_type="application/octet-stream",
+        headers={**headers, HEADER: str(len(head))},
     )
 
 
-async def _output_json(name: str, array: Array, as_binary: bool) -> bytes:
+def _start_json(model_name: str, identity: str | None, parameters: Mapping[str, int]) -> bytes:
+    body: dict[str, Any] = {"model_name": model_name, "model_version": VERSION}
+    body |= {} if identity is None else {"id": identity}
+    body |= {"parameters": parameters} if parameters else {}
+    return to_json(body)[:-1] + b',"outputs":['
+
+
+@lru_cache(maxsize=_MAX_KNOWN_HEADS)
+def _binary_json(name: str, datatype: str, shape: tuple[int, ...], num_bytes: int) -> bytes:
+    body = {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": num_bytes}}
+    return to_json(body)
+
+
+async def _output_json(name: str, array: Array) -> bytes:
     """Return the JSON of one output. Many values are written in slices; the event loop serves requests between them."""
     body = {"name": name, "datatype": array.datatype, "shape": array.shape}
-    if as_binary:
-        return to_json(body | {"parameters": {"binary_data_size": len(array.data)}})
     slices: list[bytes] = []
     for written in json_slices(name, array):
         if slices:

@@ -114,6 +114,19 @@ def test_a_large_request_spans_steps() -> None:
     assert sums(told["small"]) == [7.0]
 
 
+def test_rows_whose_shape_changes_between_steps_are_refused_once() -> None:
+    class Growing(Table):
+        def run(self, given: Mapping[str, Tensor]) -> list[Any]:
+            values, twice = super().run(given)
+            return [values, twice[:, : len(self.batches)]]
+
+    engine = engine_of(Growing(), max_rows=2)
+    engine.add(order("two steps", [[1, 2]] * 3, ("twice",)))
+    (event,) = finished(engine).values()
+    assert isinstance(event, RequestFailed) and isinstance(event.error, InvalidRequest)
+    assert "rows of an output differ in shape" in event.error.message
+
+
 def test_who_sends_an_id_beyond_the_table_ends_alone() -> None:
     engine = engine_of(Table())
     engine.add(order("good", [[1]]))

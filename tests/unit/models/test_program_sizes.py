@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 
 import pytest
@@ -96,6 +97,14 @@ def test_any_other_size_is_refused_with_its_input_and_dimension(given: dict[str,
     with pytest.raises(InvalidRequest, match=said) as caught:
         SIZES.check(given)
     assert caught.value.field in said
+
+
+def test_sizes_that_were_checked_can_be_sent_to_another_process() -> None:
+    SIZES.check(shapes(8, 4, 64))
+    received = pickle.loads(pickle.dumps(SIZES))
+    received.check(shapes(8, 4, 64))
+    with pytest.raises(InvalidRequest, match=r"it needs z\.size"):
+        received.check(shapes(8, 4, 65))
 
 
 def test_samples_are_those_of_the_export_where_small_ones_meet_no_condition() -> None:

@@ -22,8 +22,10 @@ from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import Packing, load_model
+from armature_kernels.linear.int_panels import IntPanelLinear
 from armature_kernels.linear.linear import ExactLinear, Linear
 from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.library import native_library
 from armature_kernels.native.operations import has_kernel
 from tiny_encoders import write_encoder
 
@@ -43,6 +45,32 @@ def test_a_start_that_packs_measures_and_the_next_one_reads(tmp_path: Path, arch
         build_encoder_engine(BuildRequest(checkpoint, plan, report_cost=costs.append))
     assert len(costs) == 2 and costs[0] == costs[1]
     assert 1e-6 < costs[0] < 0.05
+
+
+def groups_of(model: Encoder) -> set[int]:
+    """The inputs that share a scale, of all products."""
+    forms = [linear.form for linear in model.modules() if isinstance(linear, Linear)]
+    return {form.group for form in forms if isinstance(form, IntPanelLinear)}
+
+
+@pytest.mark.skipif(native_library().wide_rows > 0, reason="rows are multiplied in bf16")
+@pytest.mark.parametrize(
+    ("measured", "groups"),
+    [((0.001,), {32, 64}), ((0.01, 0.001), {32}), ((None, 0.01, 0.01), {32})],
+    ids=["rows", "groups before the last products", "groups"],
+)
+def test_rows_have_one_scale_if_the_vectors_stay_close_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: tuple[float | None, ...], groups: set[int]
+) -> None:
+    found = iter(measured)
+    monkeypatch.setattr(streaming, "measure_encoder_cost", lambda *_: next(found))
+    checkpoint, costs = open_checkpoint(write_encoder(tmp_path / "tiny")), list[float]()
+    plan = plan_of(checkpoint, "int8", tmp_path / "cache")
+    for _ in range(2):  # packed, and read from the pack
+        model = build_encoder_engine(BuildRequest(checkpoint, plan, report_cost=costs.append)).model
+        assert isinstance(model, Encoder)
+        assert groups_of(model) == groups
+    assert costs == [measured[-1]] * 2 and next(found, None) is None
 
 
 def measure(

@@ -340,6 +340,29 @@ def test_encoders_and_programs_are_estimated_and_stay_exact(llama_1b: Needs, kin
     assert "stimated" in found.decisions["max_waiting_requests"].reason
 
 
+@pytest.mark.parametrize(
+    ("instructions", "engines", "operations", "chosen"),
+    [
+        ("avx512_bf16", ("auto", "auto"), 1e9, "fp32"),
+        ("avx512_bf16", ("auto", "native"), 1e9, "bf16"),
+        ("avx512_bf16", ("native", "auto"), 1e9, "bf16"),  # ONNX Runtime is not installed
+        ("amx_bf16", ("auto", "auto"), 1e9, "bf16"),
+        ("amx_bf16", ("auto", "auto"), 1e6, "fp32"),
+    ],
+)
+def test_a_program_stays_in_fp32_where_onnx_runtime_may_compute_it(
+    llama_1b: Needs, instructions: str, engines: tuple[Any, Any], operations: float, chosen: str
+) -> None:
+    needs = dataclasses.replace(
+        llama_1b, kind="program", kv_elements_per_token=0, engine=engines[0], operations_per_token=operations
+    )
+    facts = cascade_lake(memory=64 * GIB)
+    facts = dataclasses.replace(facts, isa=facts.isa | {instructions})
+    decision = plan(needs, facts=facts, engine=engines[1]).decisions["precision"]
+    assert decision.value == chosen
+    assert ("results stay as they are" in decision.reason) == (chosen == "fp32")
+
+
 # ---- vectors ---------------------------------------------------------------------------------------------------------
 
 
