@@ -29,12 +29,22 @@ def run(name: str, folder: Path, url: str = ADDRESS, *words: str) -> str:
     return ran.stdout
 
 
+def measure(name: str, url: str) -> str:
+    """Run the command of the file's description that measures, shortly."""
+    (line,) = re.findall(r"^armature (bench .*)$", (EXAMPLES / name).read_text(encoding="utf-8"), re.MULTILINE)
+    words = [*line.replace(ADDRESS, url).split(), "--seconds", "0.2", "--concurrency", "1"]
+    ran = subprocess.run([sys.executable, "-m", "armature", *words], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
 @pytest.mark.full
 async def test_pictures_get_labels(tmp_path: Path) -> None:
     run("vision/export.py", tmp_path)
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "fox.jpg")
     async with running_server(None, ("--threads=1", f"--model={tmp_path / 'vision.pt2'}")) as server:
         best, rows, classes = run("vision/client.py", tmp_path, server.url, "fox.jpg").splitlines()[:3]
+        assert "row/s" in measure("vision/export.py", server.url)
     shares = eval(best, {})  # a Python dictionary
     assert sorted(shares) == ["cat", "dog", "fox", "owl"] and sum(shares.values()) == pytest.approx(1)
     one, two = json.loads(rows)
@@ -47,6 +57,7 @@ async def test_candidates_are_ranked_and_an_unknown_id_is_named(tmp_path: Path) 
     run("recommender/export.py", tmp_path)
     async with running_server(None, ("--threads=1", f"--model={tmp_path / 'recommender.pt2'}")) as server:
         ranked, refused = run("recommender/client.py", tmp_path, server.url).splitlines()
+        assert "row/s" in measure("recommender/export.py", server.url)
     assert sorted(json.loads(ranked)) == [1, 20, 300, 4000, 49_999]
     assert re.search(r"cannot compute these inputs: .*(index|range)", refused)
 
