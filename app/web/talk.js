@@ -311,13 +311,16 @@ export class TalkPage {
 
   /** Keep a conversation; while it is being kept, once more afterwards. */
   keep(conversation) {
+    // A timer that is left from the answer would keep the same again, as a copy if another tab has gone on meanwhile.
+    clearTimeout(conversation.timer);
+    conversation.timer = null;
     if (conversation.isForgotten || !conversation.lanes.some((lane) => lane.turns.length)) return;
     conversation.isChanged = true;
     conversation.keeping ??= this.write(conversation).finally(() => (conversation.keeping = null));
   }
 
   keepSoon(conversation) {
-    conversation.timer ??= setTimeout(() => ((conversation.timer = null), this.keep(conversation)), KEEP_MILLISECONDS);
+    conversation.timer ??= setTimeout(() => this.keep(conversation), KEEP_MILLISECONDS);
   }
 
   async write(conversation) {
