@@ -33,7 +33,7 @@ BENCHES: Mapping[str, BenchCommand] = {
     ),
     "engine": BenchCommand(
         "the engine alone, step by step, compared with this machine's memory bandwidth and compute limits",
-        {"--rounds": 3, "--rows": None, "--prompts": None, "--steps": None, "--beam-width": None},
+        {"--rounds": 3, "--rows": None, "--prompts": None, "--contexts": None, "--steps": None, "--beam-width": None},
     ),
     "quality": BenchCommand(
         "perplexity of a text at each precision, and how often the most likely token is FP32's; for an encoder, cosines with FP32",
@@ -145,6 +145,11 @@ def bench_flags() -> dict[str, dict[str, Any]]:
             "type": _counts,
             "metavar": "N,N",
             "help": "lengths of prompts or texts; measure only these and --rows",
+        },
+        "--contexts": {
+            "type": _counts,
+            "metavar": "N,N",
+            "help": "tokens before the decoded ones: one sequence decodes after each",
         },
         "--steps": {
             "type": _count,

@@ -106,19 +106,18 @@ def _prepare_in_process(settings: Settings) -> Prepared:
 def _engine(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
     from armature_bench.engine import decoder, encoder, program
 
-    asked = decoder.EngineBenchOptions(
-        arguments.rounds, arguments.rows or (), arguments.prompts or (), arguments.steps, arguments.beam_width
-    )
+    named = (arguments.rows or (), arguments.prompts or (), arguments.contexts or ())
+    asked = decoder.EngineBenchOptions(arguments.rounds, *named, arguments.steps, arguments.beam_width)
     plan, facts = prepared.plan, prepared.facts
     if isinstance(prepared.checkpoint, ProgramCheckpoint):
-        _refuse_flags(arguments, "an exported program", "beam_width")
+        _refuse_flags(arguments, "an exported program", "contexts", "beam_width")
         return program.measure_program_engine(prepared.checkpoint, plan, facts, prepared.step_time_table, asked)
     checkpoint = require_checkpoint(prepared.checkpoint)
     if prepared.needs.engine == "transformers":
-        _refuse_flags(arguments, BY_TRANSFORMERS, "prompts", "steps", "beam_width")
+        _refuse_flags(arguments, BY_TRANSFORMERS, "prompts", "contexts", "steps", "beam_width")
         return _by_library(prepared, arguments)
     if checkpoint.kind == "encoder":
-        _refuse_flags(arguments, "an encoder", "beam_width")
+        _refuse_flags(arguments, "an encoder", "contexts", "beam_width")
         return encoder.measure_encoder_engine(checkpoint, plan, facts, prepared.step_time_table, asked)
     return decoder.measure_decoder_engine(checkpoint, plan, facts, asked)
 

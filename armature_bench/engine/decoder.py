@@ -53,13 +53,14 @@ BEAM_TARGET_MS = 100.0  # of a step: a person who waits for the text notices lon
 class EngineBenchOptions:
     """Options of the bench: repetitions, and loads if the user named some.
 
-    If `rows`, `prompts` or `beam_width` are given, only these are measured. `steps` is the total per load, over all
-    rounds.
+    If `rows`, `prompts`, `contexts` or `beam_width` are given, only these are measured. `steps` is the total per load,
+    over all rounds.
     """
 
     rounds: int
     rows: Sequence[int] = ()
     prompts: Sequence[int] = ()
+    contexts: Sequence[int] = ()
     steps: int | None = None
     beam_width: int | None = None
 
@@ -69,9 +70,10 @@ class EngineBenchOptions:
 
     def loads(self, plan: ServingPlan) -> list[DecoderLoad]:
         """Return the named loads, or else all standard loads that the plan can serve."""
-        if self.rows or self.prompts or self.beam_width:
+        if self.rows or self.prompts or self.contexts or self.beam_width:
             return [
                 *(DecoderLoad(rows, rows) for rows in self.rows),
+                *(DecoderLoad(1, 1, context=tokens) for tokens in self.contexts),
                 *(DecoderLoad(tokens, 1, prompt=True) for tokens in self.prompts),
                 *(DecoderLoad(width, width, beams=True) for width in filter(None, [self.beam_width])),
             ]
@@ -87,13 +89,14 @@ class DecoderLoad:
     """One load: sequences that decode together, the beams of one search, or prompts to prefill.
 
     `tokens` is the number of tokens per step, or per prompt. `logit_rows` is the number of rows of logits: one per
-    sequence or prompt.
+    sequence or prompt. `context`: the tokens before the decoded ones, if they were asked for.
     """
 
     tokens: int
     logit_rows: int
     prompt: bool = False
     beams: bool = False
+    context: int | None = None
 
     @property
     def name(self) -> str:
@@ -101,7 +104,7 @@ class DecoderLoad:
         if self.beams:
             return f"beam search ×{self.tokens}"
         if not self.prompt:
-            return f"decode ×{self.tokens}"
+            return f"decode ×{self.tokens}" + (f" after {self.context:,}" if self.context else "")
         return f"prefill {self.tokens}" if self.logit_rows == 1 else f"prefill {self.logit_rows} × {self.tokens}"
 
     @property
@@ -138,9 +141,12 @@ def measure_decoder_engine(
         with closing(machine), torch.inference_mode(), gc_disabled():
             complete = _rounds(options, driver, measured, machine, advance)
     taken = {load: samples for load, samples in measured.items() if samples.seconds}
-    kv_bytes = built.runner.kv_cache.bytes_per_token * (
-        PROMPT_TOKENS + min(options.steps_per_round, driver.segment_steps) / 2
-    ) + 8 * sum(built.runner.kv_cache.shape.state_sizes)  # fp32 states are read and written
+    states = 8 * sum(built.runner.kv_cache.shape.state_sizes)  # fp32 states are read and written
+    decoded = min(options.steps_per_round, driver.segment_steps) / 2
+
+    def kv_bytes(load: DecoderLoad) -> float:
+        return built.runner.kv_cache.bytes_per_token * ((load.context or PROMPT_TOKENS) + decoded) + states
+
     details = {
         "machine": facts.to_json(),
         "plan": plan.to_json(),
@@ -151,7 +157,8 @@ def measure_decoder_engine(
     subject = f"{checkpoint.name}, {plan.weights.precision}, {device_label(plan)}"
     figures = (
         *machine.figures(),
-        *(figure for load in taken for figure in _load_figures(load, taken[load], kv_bytes)),
+        *(figure for load in taken for figure in _load_figures(load, taken[load], kv_bytes(load))),
+        *_context_figures(taken),
     )
     notes = tuple(note for load, samples in taken.items() for note in _outliers(load, samples))
     return BenchOutcome("engine", subject, figures, details | {"step_seconds": steps}, complete, notes)
@@ -220,7 +227,16 @@ def _rounds(
 def _work(driver: DecoderDriver, load: DecoderLoad, steps: int) -> list[float]:
     if load.prompt:
         return [driver.prefill(load.tokens, load.logit_rows) for _ in range(max(1, TOKENS_PER_ROUND // load.tokens))]
-    return driver.beam_search(load.tokens, steps) if load.beams else driver.decode(load.tokens, steps)
+    if load.beams:
+        return driver.beam_search(load.tokens, steps)
+    return driver.decode(load.tokens, steps, load.context or PROMPT_TOKENS)
+
+
+def _context_figures(taken: SamplesByLoad) -> Iterator[Figure]:
+    """Yield the times after each context over the time after the shortest."""
+    loads = sorted((load for load in taken if load.context), key=lambda load: load.context or 0)
+    for load in loads[1:]:
+        yield Figure(f"{load.name}, over {loads[0].context:,}", taken[load].middle / taken[loads[0]].middle, "times")
 
 
 def _load_figures(load: DecoderLoad, samples: WorkSamples, kv_bytes: float) -> Iterator[Figure]:

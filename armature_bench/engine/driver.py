@@ -50,19 +50,19 @@ class DecoderDriver:
         """Give each following request the next of these adapters, in turns."""
         self._adapters = cycle(adapters)
 
-    def decode(self, rows: int, steps: int) -> list[float]:
-        """Return the seconds of `steps` steps, each of which only decodes `rows` sequences."""
+    def decode(self, rows: int, steps: int, context: int = PROMPT_TOKENS) -> list[float]:
+        """Return the seconds of `steps` steps, each of which only decodes `rows` sequences after `context` tokens."""
         seconds: list[float] = []
         while len(seconds) < steps:
-            seconds += self._decode_segment(rows, min(self.segment_steps, steps - len(seconds)))
+            seconds += self._decode_segment(rows, min(self.segment_steps, steps - len(seconds)), context)
         return seconds
 
-    def _decode_segment(self, rows: int, steps: int) -> list[float]:
+    def _decode_segment(self, rows: int, steps: int, context: int) -> list[float]:
         # Prompts are prefilled in chunks while earlier sequences already decode.
         # The earlier sequences must not end before the last one has started.
-        waiting = rows * PROMPT_TOKENS // MIN_PREFILL_TOKENS
-        max_tokens = min(steps + 2 * waiting, self._max_tokens)
-        names = [self._add(PROMPT_TOKENS, max_tokens) for _ in range(rows)]
+        waiting = rows * context // MIN_PREFILL_TOKENS
+        max_tokens = min(steps + 2 * waiting, self._max_tokens + PROMPT_TOKENS - context)
+        names = [self._add(context, max_tokens) for _ in range(rows)]
         self._until_decoding(rows)
         seconds: list[float] = []
         while len(seconds) < steps:

@@ -111,6 +111,20 @@ def test_what_is_named_is_measured_and_nothing_else(prepared: Prepared) -> None:
     assert len(outcome.details["step_seconds"]["decode ×3"]) == 6
 
 
+def test_steps_after_a_long_context_are_compared_with_a_short_one(prepared: Prepared) -> None:
+    outcome = run(prepared, EngineBenchOptions(rounds=2, contexts=(40, 8), steps=6))
+    figures = figures_of(outcome)
+    assert [name for name in figures if "×" in name] == [
+        "decode ×1 after 40",
+        "decode ×1 after 8",
+        "decode ×1 after 40, over 8",
+    ]
+    longer, shorter = figures["decode ×1 after 40"], figures["decode ×1 after 8"]
+    assert figures["decode ×1 after 40, over 8"].value == pytest.approx(longer.value / shorter.value)
+    share = {figure.parts["with KV"] / figure.parts["of read"] for figure in (longer, shorter)}
+    assert len(share) == 2, "more keys and values are read"
+
+
 def test_a_beam_searchs_steps_have_their_own_limit(prepared: Prepared) -> None:
     outcome = run(prepared, EngineBenchOptions(rounds=2, beam_width=3, steps=150))
     figures = figures_of(outcome)
