@@ -145,7 +145,7 @@ def measure_decoder_engine(
     decoded = min(options.steps_per_round, driver.segment_steps) / 2
 
     def kv_bytes(load: DecoderLoad) -> float:
-        return built.runner.kv_cache.bytes_per_token * ((load.context or PROMPT_TOKENS) + decoded) + states
+        return float(built.runner.kv_cache.bytes_per_token * ((load.context or PROMPT_TOKENS) + decoded) + states)
 
     details = {
         "machine": facts.to_json(),
