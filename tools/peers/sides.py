@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from armature_bench.http.process import resident_bytes
 from tools.peers.turns import MARK, Taken, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("ours", "llama_cpp", "openvino", "vllm", "ours_encoder", "openvino_encoder")
+KINDS = ("ours", "llama_cpp", "openvino", "ours_encoder", "openvino_encoder")
 # The shell's settings of thread pools are not passed on: each side sizes its pools by the `--threads` that it gets.
 POOL_PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TBB_")
 LAST_LINES = 15  # last lines of a side's stderr, shown if it ends too early
@@ -93,14 +94,8 @@ class Side:
         finally:
             self._signal(signal.SIGSTOP)
 
-    def resident_bytes(self) -> int | None:
-        """Return the resident bytes, including mapped files; None where /proc is missing."""
-        status = Path(f"/proc/{self._process.pid}/status")
-        if not status.exists():
-            return None
-        return next(
-            (1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS:")), None
-        )
+    def resident_bytes(self) -> int:
+        return resident_bytes(self._process.pid)
 
     def end(self) -> None:
         self._signal(signal.SIGKILL)

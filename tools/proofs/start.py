@@ -7,13 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from tools.peers.ports import free_port
+from tools.peers.ports import free_port, is_answered
 from tools.peers.quota import Quota
 from tools.peers.sides import ROOT
 from tools.proofs.containers import POLL_SECONDS, Container, Image
@@ -75,7 +72,7 @@ def _bare(python: str, cache: Path) -> float:
     began = time.perf_counter()
     process = subprocess.Popen([*launch, *serve], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        while not _is_ready(port):
+        while not is_answered(f"http://127.0.0.1:{port}/readyz"):
             if process.poll() is not None or time.perf_counter() - began > BARE_SECONDS:
                 raise RuntimeError(f"the bare process is not ready after {time.perf_counter() - began:.0f} s")
             time.sleep(POLL_SECONDS)
@@ -84,9 +81,3 @@ def _bare(python: str, cache: Path) -> float:
         process.kill()
         process.wait()
         quota.remove()
-
-
-def _is_ready(port: int) -> bool:
-    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=30) as answer:
-        return bool(answer.status == 200)
-    return False

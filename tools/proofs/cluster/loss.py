@@ -71,7 +71,7 @@ def front(fleet: Fleet) -> Iterator[None]:
     lab, place, folder = cluster.lab, cluster.place, cluster.lab.folder / "nginx"
     folder.mkdir()
     servers, configuration = folder / "armature-servers.conf", folder / "nginx.conf"
-    text = (ROOT / "docs" / "nginx.conf").read_text().replace("/etc/nginx/", f"{folder}/")
+    text = (ROOT / "examples" / "nginx" / "nginx.conf").read_text().replace("/etc/nginx/", f"{folder}/")
     configuration.write_text(whole(folder, text))
     words = ("nginx", "-p", str(folder), "-c", str(configuration), "-e", "stderr")
     admin = str(cluster.keys / "admin.kubeconfig")
