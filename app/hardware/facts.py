@@ -234,7 +234,6 @@ class Facts:
         return self.available_bytes if available is None else min(self.available_bytes, available)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts as values that JSON can represent."""
         fields: dict[str, Any] = to_json_value(self)
         return fields
 
