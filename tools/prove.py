@@ -32,9 +32,8 @@ from armature_bench.console import MeasurementFailed
 from tools.proofs import image, kernels, quota, refusals, serving, start
 from tools.proofs.cluster import part as cluster
 from tools.proofs.containers import Image, docker, remove_all
-from tools.proofs.findings import Findings, Section, TooLong, code_digest, page
+from tools.proofs.findings import ROOT, Findings, Section, TooLong, code_digest, page
 
-ROOT = Path(__file__).resolve().parents[1]
 REPORT, KEPT = ROOT / "docs" / "proofs.md", ROOT / "docs" / "proofs.json"
 BAKE_SECONDS = 3600
 PLATFORMS = ("linux/amd64", "linux/arm64")

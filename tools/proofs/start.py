@@ -12,9 +12,8 @@ from pathlib import Path
 
 from tools.peers.ports import free_port, is_answered
 from tools.peers.quota import Quota
-from tools.peers.sides import ROOT
 from tools.proofs.containers import POLL_SECONDS, Container, Image
-from tools.proofs.findings import Findings
+from tools.proofs.findings import ROOT, Findings
 
 MOST_LATER = 1.0  # seconds by which a container may be slower than the bare process
 CORES = 2.0
