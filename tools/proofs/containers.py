@@ -133,7 +133,7 @@ class Container:
 
     def get(self, path: str) -> Any:
         answer = httpx.get(self.url + path, timeout=60).raise_for_status()
-        return answer.json() if "json" in answer.headers["content-type"] else answer.text
+        return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
 
     def post(self, path: str, body: Any, seconds: float = 600.0) -> Any:
         return httpx.post(self.url + path, json=body, timeout=seconds).raise_for_status().json()
