@@ -16,7 +16,7 @@ from armature_bench.http.process import resident_bytes
 from tools.peers.turns import MARK, Taken, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("ours", "llama_cpp", "openvino", "ours_encoder", "openvino_encoder")
+KINDS = ("ours", "llama_cpp", "openvino", "vllm", "ours_encoder", "openvino_encoder")
 # The shell's settings of thread pools are not passed on: each side sizes its pools by the `--threads` that it gets.
 POOL_PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TBB_")
 LAST_LINES = 15  # last lines of a side's stderr, shown if it ends too early
