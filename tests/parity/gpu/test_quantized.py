@@ -1,4 +1,4 @@
-"""Dequantization and the int8 product by Triton against references, and on a GPU torch's int4 product."""
+"""Dequantization and the products of int8 and E4M3 by Triton against references, and on a GPU torch's int4 product."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from armature_kernels.linear import device_int4, device_int8
+from armature_kernels.linear import device_fp8, device_int4, device_int8
+from armature_kernels.linear.device_fp8 import DeviceFp8Factory
 from armature_kernels.linear.device_int4 import DeviceInt4Factory, dequantize_torch
 from armature_kernels.linear.device_int8 import DeviceInt8Factory
 from armature_kernels.triton.elementwise import dequantize
@@ -64,11 +65,53 @@ def test_rows_times_int8_codes_are_the_dequantized_product(
     torch.testing.assert_close(form.multiply(x).float(), exact, rtol=2 * close, atol=2 * close * inputs**0.5)
 
 
+@pytest.mark.parametrize(
+    ("rows", "shape", "block", "dtype"),
+    [
+        (17, (40, 104), (48, 48), torch.bfloat16),
+        (1, (24, 200), (1, 200), torch.float32),
+        (70, (256, 384), (128, 128), torch.float16),
+        (3, (40, 64), (40, 64), torch.bfloat16),
+    ],
+)
+@torch.inference_mode()
+def test_rows_times_e4m3_codes_are_the_dequantized_product(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, rows: int, shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype
+) -> None:  # fmt: skip
+    """With every code, subnormal ones too."""
+    for module in (device_int8, device_fp8):
+        monkeypatch.setattr(module, "triton_usable", lambda tensor: True)
+    monkeypatch.setattr(device_fp8, "shared_scratch", fresh_scratch())
+    generator, (outputs, inputs) = torch.Generator().manual_seed(rows), shape
+    known = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    codes = known[torch.randint(len(known), shape, generator=generator)]
+    scales = torch.rand(-(-outputs // block[0]), -(-inputs // block[1]), generator=generator) / 256
+    spread = scales.repeat_interleave(block[0], 0)[:outputs]
+    form = DeviceFp8Factory(gpu, dtype, block).empty_form(outputs, inputs, torch.randn(outputs, generator=generator))
+    form.fill_stored(0, codes[:16], spread[:16])
+    form.fill_stored(16, codes[16:], spread[16:])
+    assert (
+        torch.equal(form.scales.cpu(), scales)
+        and form.nbytes == outputs * inputs + 4 * scales.numel() + form.bias.nbytes
+    )  # type: ignore[union-attr]
+    weight = codes.view(torch.float8_e4m3fn).float() * spread.repeat_interleave(block[1], 1)[:, :inputs]
+    rounding = 2**-7 if dtype == torch.bfloat16 else 0  # the interpreter truncates to BF16
+    torch.testing.assert_close(form.dequantized().cpu(), weight.to(dtype), rtol=rounding, atol=0)
+    x = torch.randn(rows, inputs, generator=generator).to(gpu, dtype)
+    exact = F.linear(x.float(), weight.to(gpu), form.bias.float())  # type: ignore[union-attr]
+    close = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(form.multiply(x).float(), exact, rtol=close, atol=close * inputs**0.5)
+    form.max_code_rows = 0
+    torch.testing.assert_close(form.multiply(x).float(), exact, rtol=2 * close, atol=2 * close * inputs**0.5)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_it_compiles_and_keeps_within_registers(capability: int) -> None:
     found = compile_all("launches_quantized", capability)
-    assert {one.kernel for one in found} == {"_dequantize", "_multiply_int8"} and not any(one.stack for one in found)
+    assert {one.kernel for one in found} == {"_dequantize", "_dequantize_codes", "_multiply_codes"} and not any(
+        one.stack for one in found
+    )
 
 
 @pytest.mark.cuda
