@@ -74,9 +74,17 @@ class DeviceFp8Linear(DeviceInt8Linear):
     def multiply_many(self, rows: Tensor) -> Tensor:
         if not self.multiplies_codes:
             return super().multiply_many(rows)
-        codes, scales = quantize_fp8(rows)
+        codes, scales = self._quantized(rows.contiguous())
         own = self.scales.repeat_interleave(self.block[0], 0)[: self.shape[0]]
         return scaled_product(codes, scales, self.codes, own, self.bias)
+
+    @staticmethod
+    def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+        if not triton_usable(rows):
+            return quantize_fp8(rows)
+        from armature_kernels.triton.linear import quantize_rows
+
+        return quantize_rows(rows)
 
     def dequantized(self) -> Tensor:
         out = self.scratch.view(*self.shape)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_DEQUANTIZED = 1024  # inputs of a block
+_CONVERTED = 1024  # inputs of a block that are dequantized or quantized
 _FEW_ROWS, _MANY_ROWS, _INPUTS = 16, 64, 128  # of a block
 # Outputs of a block: few for small weights, so that each of a large GPU's 130 multiprocessors has blocks.
 _FEW_OUTPUTS, _MANY_OUTPUTS, _MANY_BLOCKS = 16, 64, 256
@@ -51,9 +51,18 @@ def dequantize_codes(codes: Tensor, scales: Tensor, block: tuple[int, int], out:
     """Write codes times their scales, as `multiply_codes` has them, to `out` [outputs, inputs] and return it."""
     (outputs, inputs), (height, width) = out.shape, block
     assert codes.is_contiguous() and scales.is_contiguous() and out.is_contiguous(), "addressed by their shape"
-    grid = (outputs, triton.cdiv(inputs, _DEQUANTIZED))
-    _dequantize_codes[grid](as_bytes(codes), scales, out, inputs, height, width, INPUTS=_DEQUANTIZED)
+    grid = (outputs, triton.cdiv(inputs, _CONVERTED))
+    _dequantize_codes[grid](as_bytes(codes), scales, out, inputs, height, width, INPUTS=_CONVERTED)
     return out
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes E4M3 of rows [n, inputs] and their scales FP32 [n, 1]; the reference is `quantize_fp8`."""
+    rows, inputs = x.shape
+    assert x.is_contiguous(), "rows are addressed by their shape"
+    codes, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(rows, 1, dtype=torch.float32)
+    _quantize_rows[(rows,)](x, as_bytes(codes), scales, inputs, INPUTS=_CONVERTED)
+    return codes, scales
 
 
 def as_bytes(codes: Tensor) -> Tensor:
@@ -89,6 +98,34 @@ def _dequantize_codes(
     factor: tl.constexpr = 256 if codes.dtype.element_ty == tl.uint8 else 1
     scale = tl.load(scales + row // height * tl.cdiv(inputs, width) + place // width, mask=is_input, other=0.0)
     tl.store(out + row * inputs + place, (values * factor * scale).to(out.dtype.element_ty), mask=is_input)
+
+
+@triton.jit
+def _quantize_rows(x, codes, scales, inputs: tl.constexpr, INPUTS: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, INPUTS)
+    largest, is_finite = tl.zeros([INPUTS], tl.float32), tl.full([INPUTS], 1, tl.int32)
+    for first in range(0, inputs, INPUTS):
+        values = tl.load(x + row * inputs + first + at, mask=first + at < inputs, other=0.0).to(tl.float32)
+        is_finite = tl.where(values - values == 0.0, is_finite, 0)
+        largest = tl.maximum(largest, tl.abs(values))
+    scale = tl.div_rn(tl.max(largest, 0), 448.0)
+    scale = tl.where(tl.min(is_finite, 0) == 1, tl.maximum(scale, 1.1754943508222875e-38), float("nan"))
+    tl.store(scales + row, scale)
+    for first in range(0, inputs, INPUTS):
+        values = tl.load(x + row * inputs + first + at, mask=first + at < inputs, other=0.0).to(tl.float32)
+        scaled = tl.div_rn(values, tl.full([INPUTS], 1.0, tl.float32) * scale)
+        tl.store(codes + row * inputs + first + at, _e4m3(scaled), mask=first + at < inputs)
+
+
+@triton.jit
+def _e4m3(values):
+    """Return the bytes of values FP32 of up to 448, rounded to nearest, ties to even; Triton's interpreter rounds wrongly."""
+    size = tl.abs(values)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # the bias of FP32 is larger by 120
+    subnormal = ((size * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    code = tl.where(size < 0.015625, subnormal, normal)
+    return (code | ((values.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

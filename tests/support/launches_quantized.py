@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from armature_kernels.triton import elementwise
-from armature_kernels.triton.linear import dequantize_codes, multiply_codes
+from armature_kernels.triton.linear import dequantize_codes, multiply_codes, quantize_rows
 
 
 def launch_write_out() -> None:
@@ -34,3 +34,7 @@ def launch_fp8() -> None:
         for rows in (1, 17, 128):
             x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
             multiply_codes(x, codes, scales, (height, width))
+
+
+def launch_quantize_rows() -> None:
+    quantize_rows(torch.zeros(1024, 14336, dtype=torch.bfloat16))

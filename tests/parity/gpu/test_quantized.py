@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from armature_kernels.linear import device_fp8, device_int4, device_int8
-from armature_kernels.linear.device_fp8 import DeviceFp8Factory
+from armature_kernels.linear.device_fp8 import DeviceFp8Factory, quantize_fp8
 from armature_kernels.linear.device_int4 import DeviceInt4Factory, dequantize_torch
 from armature_kernels.linear.device_int8 import DeviceInt8Factory
 from armature_kernels.triton.elementwise import dequantize
+from armature_kernels.triton.linear import quantize_rows
 from compiled_kernels import CAPABILITIES, compile_all
 from tiled_codes import TiledCodes, fresh_scratch
 
@@ -105,13 +106,24 @@ def test_rows_times_e4m3_codes_are_the_dequantized_product(
     torch.testing.assert_close(form.multiply(x).float(), exact, rtol=2 * close, atol=2 * close * inputs**0.5)
 
 
+@torch.inference_mode()
+def test_rows_are_quantized_to_e4m3_as_torch_does(gpu: torch.device) -> None:
+    """Rows of any size, and every value between two codes; a NaN or an infinity makes its row NaN."""
+    x = torch.randn(9, 1100, generator=torch.Generator().manual_seed(1)) * torch.logspace(-30, 3, 9)[:, None]
+    ordered = torch.arange(1100)
+    x[4], x[7], x[8], x[8, -1] = 0, (ordered / 2).clamp(max=448), -ordered / 1024, 448
+    (codes, scales), (known, own) = quantize_rows(x.to(gpu)), quantize_fp8(x.to(gpu))
+    assert torch.equal(codes.float(), known.float()) and torch.equal(scales, own)
+    x[5, 7], x[6, 1050] = torch.nan, -torch.inf
+    assert quantize_rows(x.to(gpu))[1].isnan().flatten().tolist() == [row in (5, 6) for row in range(9)]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_it_compiles_and_keeps_within_registers(capability: int) -> None:
     found = compile_all("launches_quantized", capability)
-    assert {one.kernel for one in found} == {"_dequantize", "_dequantize_codes", "_multiply_codes"} and not any(
-        one.stack for one in found
-    )
+    known = {"_dequantize", "_dequantize_codes", "_multiply_codes", "_quantize_rows"}
+    assert {one.kernel for one in found} == known and not any(one.stack for one in found)
 
 
 @pytest.mark.cuda
