@@ -8,9 +8,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from armature_kernels.linear import device_fp8, device_int4, device_int8
-from armature_kernels.linear.device_fp8 import DeviceFp8Factory, quantize_fp8
+from armature_kernels.linear.device_fp8 import DeviceFp8Factory, multiplies_fp8, quantize_fp8
 from armature_kernels.linear.device_int4 import DeviceInt4Factory, dequantize_torch
 from armature_kernels.linear.device_int8 import DeviceInt8Factory
+from armature_kernels.linear.layout import MIN_FP8_CAPABILITY
 from armature_kernels.triton.elementwise import dequantize
 from armature_kernels.triton.linear import quantize_rows
 from compiled_kernels import CAPABILITIES, compile_all
@@ -141,3 +142,29 @@ def test_torchs_product_and_what_is_written_out_agree_on_a_gpu(gpu: torch.device
     form.max_code_rows = 0
     torch.testing.assert_close(form.multiply(x).float(), exact, **allowed)
     assert (form.dequantized().float() - weight).norm() < 0.12 * weight.norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "block"), [(4096, 4096, None), (6144, 4096, (1024, 4096)), (48, 80, None)]
+)
+@torch.inference_mode()
+def test_many_rows_are_multiplied_in_e4m3_on_a_gpu(
+    gpu: torch.device, outputs: int, inputs: int, block: tuple[int, int] | None
+) -> None:
+    if torch.cuda.get_device_capability() < MIN_FP8_CAPABILITY:
+        pytest.skip("this GPU has no products of E4M3")
+    assert multiplies_fp8(gpu, torch.bfloat16)
+    weight, x = torch.randn(outputs, inputs, device=gpu), torch.randn(300, inputs, device=gpu).bfloat16()
+    form = DeviceFp8Factory(gpu, torch.bfloat16, block).empty_form(outputs, inputs, torch.randn(outputs).bfloat16())
+    if block is None:
+        form.fill(0, weight)
+    else:
+        form.fill_stored(
+            0,
+            (weight * 50).to(torch.float8_e4m3fn).view(torch.uint8),
+            torch.rand(outputs // block[0], 1, device=gpu).repeat_interleave(block[0], 0),
+        )
+    codes, scales = quantize_fp8(x)
+    exact = F.linear(codes.float() * scales, form.dequantized().float(), form.bias.float())  # type: ignore[union-attr]
+    torch.testing.assert_close(form.multiply(x).float(), exact, rtol=2**-6, atol=float(exact.std()) * 2**-6)
