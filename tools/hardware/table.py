@@ -37,8 +37,8 @@ class Row:
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
 
     def cells(self) -> tuple[str, str, str]:
-        limits = {"≥": self.least, "≤": self.most}.items()
-        asked = " ".join(f"{sign} {limit:,g}" for sign, limit in limits if limit is not None)
+        targets = (("≥", self.least), ("≤", self.most))
+        asked = next((f"{sign} {value:,g}" for sign, value in targets if value is not None), "")
         found = f"{self.value:,.4g}" if self.value is not None else self.why or NOT_MEASURED
         return f"{self.name} ({self.unit})", asked, found + {True: "", False: " **missed**", None: ""}[self.holds]
 
@@ -76,6 +76,9 @@ ASKED: tuple[Asked, ...] = (
     Asked("llama-8b BF16 decode ×1, of the copy bandwidth", "share", "llama-8b bf16", "decode ×1", "of read", least=0.75),
     Asked("llama-8b BF16 decode ×1", "tok/s", "llama-8b bf16", "decode ×1", "tok/s"),
     Asked("llama-8b int4 decode ×1", "tok/s", "llama-8b int4", "decode ×1", "tok/s"),
+    Asked("llama-8b FP8 decode ×1", "tok/s", "llama-8b fp8", "decode ×1", "tok/s"),
+    Asked("llama-8b FP8 prefill 8 × 2,048", "tok/s", "llama-8b fp8", "prefill 8 × 2048", "tok/s"),
+    Asked("llama-8b BF16 prefill 8 × 2,048", "tok/s", "llama-8b bf16", "prefill 8 × 2048", "tok/s"),
     Asked("bert-large BF16, 256 texts of 128, of the product rate", "share", "bert-large bf16", "×256 of 128", "of bf16",
           least=0.4),
     Asked("bert-large BF16, 256 texts of 128", "texts/s", "bert-large bf16", "×256 of 128", "samples/s"),
