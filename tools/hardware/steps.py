@@ -117,16 +117,9 @@ def measured(prepared: Prepared, rows: int, num_steps: int) -> dict[str, Any]:
     steps = Steps(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), num_steps)
     with torch.inference_mode():
         step = steps.decode(rows)
-<<<<<<< HEAD
-        found = device_time(
-            built, rows, step
-        )  # now: a replay reads the inputs of the last step, and these are of its shape
-        rules = {name: steps.decode(rows, **params) / step for name, params in RULES.items()}
-=======
         # Now: a replay reads the inputs of the last step, and these are of its shape.
         found = device_time(built, rows, step)
         rules = {name: steps.decode(rows, **params) / step for name, params in _PARAMS.items()}
->>>>>>> fp8
         longest = plan.memory.max_model_len - 4 * STEPS
         return found | {
             "rows": rows,
