@@ -119,7 +119,7 @@ def measured(prepared: Prepared, rows: int, num_steps: int) -> dict[str, Any]:
         step = steps.decode(rows)
         # Now: a replay reads the inputs of the last step, and these are of its shape.
         found = device_time(built, rows, step)
-        rules = {name: steps.decode(rows, **params) / step for name, params in _PARAMS.items()}
+        rules = {name: steps.decode(rows, **params) / step for name, params in RULES.items()}
         longest = plan.memory.max_model_len - 4 * STEPS
         return found | {
             "rows": rows,
