@@ -6,6 +6,7 @@ Everything runs on the event loop. The worker thread only calls `on_events` and 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import threading
@@ -34,7 +35,8 @@ T = TypeVar("T")
 # An event of the worker with its arrival time; None when the request has timed out.
 TimedEvent = tuple[Event, float] | None
 
-_PREDICTED = 8  # of so many requests, the wait of one is predicted, for its error: that takes 30 µs of the event loop
+# Within so many seconds, the wait of one request is predicted, for its error: that takes 30 to 100 µs of the event loop.
+_PREDICTION_SECONDS = 0.1
 _GAIN = 0.1  # weight of a new text in the running mean
 # Of the threads that read pictures: while tokens are computed too, they get about a quarter of the time.
 _PICTURES_NICENESS = 5
@@ -85,7 +87,8 @@ class EngineClient:
         self.timeout_seconds = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
-        self._counter, self._num_sent = count(place.number, place.num_processes), count()
+        self._counter = count(place.number, place.num_processes)
+        self._predicted_at = -math.inf
         self._steps: deque[Sequence[Event]] = deque()
         self._is_woken = False
         self.is_late = False  # while several steps are delivered, whose tokens are written together
@@ -185,7 +188,10 @@ class EngineClient:
 
     def note_sent(self, num_tokens: int) -> float | None:
         """Note a request that is about to be sent, and return the predicted seconds to its first token, or None."""
-        return self.admission.send(num_tokens, is_predicted=next(self._num_sent) % _PREDICTED == 0)
+        is_predicted = (now := self.clock()) - self._predicted_at >= _PREDICTION_SECONDS
+        if is_predicted:
+            self._predicted_at = now
+        return self.admission.send(num_tokens, is_predicted)
 
     def unregister(self, request_id: str) -> None:
         del self._listeners[request_id]
