@@ -13,7 +13,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import count
@@ -252,6 +253,11 @@ def _slow_prompt() -> RequestTimeout:
     return RequestTimeout("Reading the prompt took longer than the request timeout.")
 
 
+def _wake(waiter: asyncio.Future[None], is_cancelled: bool) -> None:
+    if not waiter.done():
+        waiter.cancel() if is_cancelled else waiter.set_result(None)
+
+
 def _give_way(niceness: int) -> None:
     """Lower the priority of this thread and of those that it starts. Only Linux has priorities of threads."""
     if niceness and sys.platform == "linux":
@@ -299,7 +305,7 @@ class TextPool:
         Raises `RequestTimeout` after the timeout.
         """
         assert self._pool is not None, "open() starts the pool before the first request"
-        flag, context = threading.Event(), copy_context()
+        loop, flag, context = asyncio.get_running_loop(), threading.Event(), copy_context()
         context.run(CANCELLED.set, flag)
         with self._lock:
             self._flags[flag] = num_bytes
@@ -308,16 +314,19 @@ class TextPool:
         except RuntimeError:  # the pool is closed, or no thread can be started
             self._end(flag)
             raise
-        work.add_done_callback(lambda _: self._end(flag))
-        waiter, late = asyncio.wrap_future(work), list[bool]()
+        waiter, late = loop.create_future(), list[bool]()
 
-        def expire(waiting: asyncio.Future[T]) -> None:
-            late.append(waiting.cancel())
+        def end(ended: Future[T]) -> None:
+            self._end(flag)
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(_wake, waiter, ended.cancelled())
 
-        # Cheaper than `asyncio.timeout`.
-        timer = asyncio.get_running_loop().call_later(self._timeout_seconds, expire, waiter)
+        # Cheaper than `asyncio.wrap_future` and `asyncio.timeout`.
+        work.add_done_callback(end)
+        timer = loop.call_later(self._timeout_seconds, lambda: late.append(waiter.cancel()))
         try:
-            return await waiter
+            await waiter
+            return work.result()
         except asyncio.CancelledError:
             if any(late):
                 raise _slow_prompt() from None
@@ -325,7 +334,8 @@ class TextPool:
         finally:
             timer.cancel()
             flag.set()
-            del work, waiter  # they hold their error, and the error this frame: the cycle would keep the texts for long
+            work.cancel()
+            del work  # it holds its error, and the error this frame: the cycle would keep the texts for long
 
     def _timed(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
         began = time.monotonic()
