@@ -30,8 +30,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from app.api.access import ConnectionLimits, client_network
 from app.api.bodies import HAS_ARRIVED
-from app.api.connection_limits import ConnectionLimits, client_network
 from app.api.errors import NATIVE_ERRORS, HttpError
 from app.api.middleware import DEPARTURE, Departure
 from app.api.routing import new_id
