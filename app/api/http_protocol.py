@@ -93,7 +93,7 @@ class _HeldFlow(FlowControl):
             super().resume_reading()
 
 
-class _JoinedWrites:
+class JoinedWrites:
     """The transport for responses. It sends the parts that are written in one turn of the event loop together.
 
     uvloop calls the kernel for each write: a stream begins with a head and two events, and ends with three parts.
@@ -153,7 +153,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow: _HeldFlow = _HeldFlow(transport)
-        self._output = _JoinedWrites(transport, self.loop)
+        self._output = JoinedWrites(transport, self.loop)
         self.address = client_network(self.client)
         if self.on_connected is not None:
             self.on_connected()
