@@ -14,7 +14,6 @@ from types import FrameType
 
 
 def run() -> int:
-    """Run the command line and return its exit status."""
     signal.signal(signal.SIGTERM, _exit_on_signal)
     takes_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a background job ignores them
     if takes_interrupts:

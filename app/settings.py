@@ -496,10 +496,10 @@ class Settings(BaseSettings):
     chat_template_memory_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = setting(
         "limits", 64 * 2**20, "Memory that rendering a conversation may take, such as 64MiB."
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int4-small"] = setting(
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "int8", "int4", "int4-small"] = setting(
         "tuning",
         "auto",
-        "Weight precision; auto: one that fits and was measured to be enough faster. fp16: Apple GPUs only.",
+        "Weight precision; auto: one that fits and was measured to be enough faster. fp16: Apple GPUs only; fp8: NVIDIA.",
         is_measured=True,
     )
     quantization: str = setting(

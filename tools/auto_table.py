@@ -1,4 +1,4 @@
-"""Write docs/auto.md, what `auto` chooses on recorded hosts: `python -m tools.auto_table`; `--check` only compares it."""
+"""Write the table of docs/auto.md from recorded hosts: `python -m tools.auto_table`; `--check` only compares it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from app.settings import Settings
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
 from app.weights.safetensors import TensorEntry
+from armature_bench.published.models import LLAMA_1B, LLAMA_3B, LLAMA_8B
 from tools.generated_page import write_or_check
+from tools.random_checkpoint import SHAPES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
@@ -57,44 +59,12 @@ SHOWN: Mapping[str, str] = {
     "raspberry-pi-5": "Raspberry Pi 5",
 }
 
-# The shapes of SmolLM2-135M, Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B: their config.json.
+# SmolLM2-135M, Llama 3.2 1B and 3B, and Llama 3.1 8B.
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "135M": {
-        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "vocab_size": 49_152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-    },
-    "1B": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256, "max_position_embeddings": 131_072,
-        "tie_word_embeddings": True,
-    },
-    "3B": {
-        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "max_position_embeddings": 131_072,
-        "tie_word_embeddings": True,
-    },
-    "8B": {
-        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 131_072,
-        "tie_word_embeddings": False,
-    },
+    "135M": SHAPES["llama-135m"],
+    **{f"{size}B": each.config | {"max_position_embeddings": 131_072}
+       for size, each in ((1, LLAMA_1B), (3, LLAMA_3B), (8, LLAMA_8B))},
 }  # fmt: skip
-
-HEAD = """# What `auto` chooses
-
-This page is for people who want to know what `precision=auto` does on a processor before they rent it. `make docs`
-writes it with `python -m tools.auto_table`: the plan for recorded hosts ([their
-sources](../tests/unit/hardware/hosts/README.md)) **from facts alone**, as if nothing could be measured. A start
-measures the machine, and its choice follows from the measured figures ([operations](operations.md#calibration)).
-
-Each cell has the precision for a model of that size, with estimated tokens per second at one sequence and at eight of 512
-tokens each. Hosts with a star are composed from public documentation, the others recorded.
-
-Speeds are **estimates from bytes, operations and conservative ceilings**: they
-serve the choice and are no benchmarks; [performance](performance.md) has measurements. The rules are those of
-[calibration](operations.md#calibration), and `armature probe --model DIR` says the reason on a machine of yours. The cost
-of a precision in quality is measured when the weights are packed; one over `quality_budget` is then replaced.
-"""
 
 
 def needs_of(config: Mapping[str, Any]) -> Needs:
@@ -119,7 +89,7 @@ def page() -> str:
     head = ("processor", "cores", "memory", "kernels", *MODELS)
     needs = [needs_of(config) for config in MODELS.values()]
     rows = [head, ["---"] * len(head), *(_row(host, facts_of(host), needs) for host in SHOWN)]
-    return "\n".join([HEAD, *(f"| {' | '.join(row)} |" for row in rows), ""])
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), ""])
 
 
 def _row(host: str, facts: Facts, needs: Sequence[Needs]) -> Sequence[str]:

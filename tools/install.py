@@ -42,7 +42,6 @@ KINDS = ("runtime", "bench", "dev")  # each includes the ones before it
 # start of the server would compile torch.
 PIP_BYTECODE = () if sys.dont_write_bytecode else ("--no-compile",)
 UV_BYTECODE = ("--compile-bytecode",) if sys.dont_write_bytecode else ()
-FORMER_DISTRIBUTION = "armature"  # an environment may still have it; on PyPI that name is another project's
 
 
 def main(arguments: list[str]) -> int:
@@ -67,7 +66,8 @@ def install(venv: Path, kind: str) -> None:
 
     Raises a `Failed` that says what is missing and how to get it.
     """
-    index, pool = Question(cpu_index_answers), ThreadPoolExecutor(2)
+    pool = ThreadPoolExecutor(3)
+    index = pool.submit(cpu_index_answers).result  # asked now, waited for when it is needed
     programs = venv / "bin"
     with Progress(5) as progress:
 
@@ -113,19 +113,15 @@ def install_packages(installer: Installer, kind: str, index: Callable[[], bool],
         torch.result()
         # What has no hashes: NVIDIA's libraries, whose versions torch's own wheel pins, and what measuring and
         # developing need.
-        if kind != "runtime" or has_nvidia_libraries(requirement):
+        if kind != "runtime" or (requirement == TORCH and platform.system() == "Linux"):
             installer.install(phase, *options, requirement, "-r", str(requirements / f"{kind}.txt"))
-
-
-def has_nvidia_libraries(requirement: str) -> bool:
-    """Return True if torch's wheel depends on packages that requirements/runtime.txt does not pin."""
-    return requirement == TORCH and platform.system() == "Linux"
 
 
 def install_project(installer: Installer, phase: Phase) -> None:
     """Install the checkout as it stands. Its build tools are among the pins, so this downloads nothing."""
-    if any(installer.python.parents[1].glob(f"lib/*/site-packages/{FORMER_DISTRIBUTION}-*.dist-info")):
-        installer.pip(phase, "uninstall", "-y", FORMER_DISTRIBUTION)
+    # The distribution's former name, which on PyPI is another project's.
+    if any(installer.python.parents[1].glob("lib/*/site-packages/armature-*.dist-info")):
+        installer.pip(phase, "uninstall", "-y", "armature")
     # The library is compiled by tools/native.py.
     build = ("-C", "build-dir=build/editable", "-C", "cmake.define.ARMATURE_COMPILE=OFF")
     installer.pip(phase, "install", "--no-deps", "--no-build-isolation", *build, "-e", str(ROOT))
@@ -162,22 +158,6 @@ def pip_options(python: Path) -> list[str]:
     found = [re.search(r"pip-(\d+)\.(\d+)", path.name) for path in python.parents[1].glob("lib/*/site-packages/pip-*")]
     version = max(((int(each[1]), int(each[2])) for each in found if each), default=(0, 0))
     return [*PIP_BYTECODE, *(["--progress-bar=raw"] if version >= (24, 1) else [])]
-
-
-class Question:
-    """A question that is asked in a thread now; its answer is waited for when it is needed."""
-
-    def __init__(self, ask: Callable[[], bool]) -> None:
-        self._answer = False
-        self._thread = threading.Thread(target=self._run, args=(ask,), daemon=True)
-        self._thread.start()
-
-    def _run(self, ask: Callable[[], bool]) -> None:
-        self._answer = ask()
-
-    def __call__(self) -> bool:
-        self._thread.join()
-        return self._answer
 
 
 def torch_line(requirement: str) -> str:

@@ -19,8 +19,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +82,12 @@ LOCKS = (
 
 def main() -> int:
     """Write all locks, or print which requirement has no wheel."""
-    for lock in LOCKS:
-        print(f"{lock.path.relative_to(ROOT)} ...", flush=True)  # finding torch's CUDA build takes a minute
-        try:
-            lines = sorted(locked(lock))
-        except subprocess.CalledProcessError as error:
-            print(f"lock: {lock.name}: {error.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-            return 1
-        lock.path.write_text(HEAD.format(name=lock.name) + "\n".join(lines) + "\n", encoding="utf-8")
-        print(f"{lock.path.relative_to(ROOT)}: {len(lines)} wheels")
-    for path, head, lines_of in (
-        (RUNTIME_HASHES, RUNTIME_HEAD, runtime_lines),
-        (TORCH_HASHES, TORCH_HEAD, torch_lines),
-    ):
+    files: dict[Path, tuple[str, Callable[[], Iterable[str]]]] = {
+        lock.path: (HEAD.format(name=lock.name), partial(locked, lock)) for lock in LOCKS
+    }
+    files |= {RUNTIME_HASHES: (RUNTIME_HEAD, runtime_lines), TORCH_HASHES: (TORCH_HEAD, torch_lines)}
+    for path, (head, lines_of) in files.items():
+        print(f"{path.relative_to(ROOT)} ...", flush=True)  # finding torch's CUDA build takes a minute
         try:
             lines = sorted(lines_of())
         except subprocess.CalledProcessError as error:

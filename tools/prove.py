@@ -24,15 +24,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import httpx
+
 from app.hardware.probe.probe import probe
 from app.version import VERSION
 from armature_bench.console import MeasurementFailed
 from tools.proofs import image, kernels, quota, refusals, serving, start
 from tools.proofs.cluster import part as cluster
 from tools.proofs.containers import Image, docker, remove_all
-from tools.proofs.findings import Findings, Section, TooLong, code_digest, page
+from tools.proofs.findings import ROOT, Findings, Section, TooLong, code_digest, page
 
-ROOT = Path(__file__).resolve().parents[1]
 REPORT, KEPT = ROOT / "docs" / "proofs.md", ROOT / "docs" / "proofs.json"
 BAKE_SECONDS = 3600
 PLATFORMS = ("linux/amd64", "linux/arm64")
@@ -44,9 +45,8 @@ UNEXPECTED = (
     AssertionError,
     subprocess.SubprocessError,
     MeasurementFailed,
+    httpx.HTTPError,
 )
-
-
 LIMITS = ("--cpus=2", "--memory=4g")
 
 
@@ -61,9 +61,6 @@ class Subject:
     def native(self) -> Image:
         return self.images[0]
 
-    def of(self, architecture: str) -> Image | None:
-        return next((each for each in self.images if each.architecture == architecture), None)
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -77,7 +74,7 @@ class Part:
 
 
 def _kernels(findings: Findings, subject: Subject) -> None:
-    arm = subject.of("arm64")
+    arm = next((each for each in subject.images if each.architecture == "arm64"), None)
     if arm is None:
         findings.skipped.append("int4 on 64-bit Arm: no image of it was given.")
     else:
@@ -144,8 +141,11 @@ def main() -> int:
         return 2
     try:
         tag = arguments.image or bake()
-        subject = Subject(tuple(Image(tag, each) for each in sorted(arguments.platforms, key=_not_here)), arguments)
-        kept = _kept(arguments.json)
+        subject = Subject(
+            tuple(Image(tag, each) for each in sorted(arguments.platforms, key=lambda name: Image("", name).emulated)),
+            arguments,
+        )
+        kept = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"parts": {}}
         failed = [name for name in arguments.only if not _proved(name, subject, kept)]
     except KeyboardInterrupt:
         print("prove: interrupted", file=sys.stderr)
@@ -207,10 +207,6 @@ def _parts(text: str) -> tuple[str, ...]:
     return _listed(text)
 
 
-def _not_here(name: str) -> bool:
-    return Image("", name).emulated
-
-
 def _proved(name: str, subject: Subject, kept: dict[str, Any]) -> bool:
     """Run one part, write the report so far, and return True if all checks passed."""
     part, findings, began = PARTS[name], Findings(), time.monotonic()
@@ -258,11 +254,6 @@ def _facts(subject: Subject) -> dict[str, str]:
         "machine": f"{seen.cpu.name}, {len(seen.cores)} cores, {seen.memory_bytes / 2**30:.0f} GiB, Linux {platform.release()}",
         "Docker": f"{engine}, control groups version {seen.cgroup.version if seen.cgroup else 'unknown'}",
     }
-
-
-def _kept(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"parts": {}}
-    return found
 
 
 def _write(kept: Mapping[str, Any], arguments: argparse.Namespace) -> None:

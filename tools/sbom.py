@@ -96,20 +96,16 @@ def document(name: str, now: datetime, debian: Path | None = None) -> Json:
         "metadata": {
             "timestamp": now.isoformat(timespec="seconds"),
             "tools": {"components": [{"type": "application", "name": "armature tools.sbom", "version": VERSION}]},
-            "component": image(name),
+            "component": {
+                "type": "container",
+                "bom-ref": "armature",
+                "name": "armature",
+                "version": VERSION,
+                "licenses": [{"expression": project()["license"]}],
+                "properties": [{"name": "armature:platform", "value": f"linux/{name.removeprefix('cuda-')}"}],
+            },
         },
         **described,
-    }
-
-
-def image(name: str) -> Json:
-    return {
-        "type": "container",
-        "bom-ref": "armature",
-        "name": "armature",
-        "version": VERSION,
-        "licenses": [{"expression": project()["license"]}],
-        "properties": [{"name": "armature:platform", "value": f"linux/{name.removeprefix('cuda-')}"}],
     }
 
 

@@ -11,15 +11,16 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from tools.monitoring.demo_load import running
+from tools.peers.ports import is_answered
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "images"
@@ -41,41 +42,23 @@ def serving() -> Iterator[str]:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().removeprefix("listening on ").strip()
-            while not is_ready(url):
+            while not is_answered(f"{url}/readyz"):
                 time.sleep(0.2)
             yield url
         finally:
             process.terminate()
 
 
-def is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/readyz") as response:
-            return bool(response.status == 200)
-    except urllib.error.HTTPError:
-        return False
-
-
-@contextmanager
-def load(url: str) -> Iterator[None]:
-    over = threading.Event()
+def load(url: str) -> AbstractContextManager[None]:
+    """Send eight streams again and again until the block ends."""
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 256, "ignore_eos": True}).encode()
     request = urllib.request.Request(f"{url}/generate", body, {"content-type": "application/json"})
 
     def stream() -> None:
-        while not over.is_set():
-            with urllib.request.urlopen(request) as response:
-                response.read()
+        with urllib.request.urlopen(request) as response:
+            response.read()
 
-    threads = [threading.Thread(target=stream) for _ in range(STREAMS)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
+    return running([stream] * STREAMS, pause=0)
 
 
 def show_talk(page: Any, url: str) -> None:

@@ -1,4 +1,4 @@
-"""Write docs/settings.md from app/settings.py: `python -m tools.settings_table`; `--check` only compares it."""
+"""Write the tables of docs/settings.md from app/settings.py: `python -m tools.settings_table`; `--check` only compares it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ from app.settings import SETTING_GROUPS, Group
 from tools.generated_page import write_or_check
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
-HEAD = """# Settings
-
-This page is for people who configure the server. `make docs` writes it. Each setting is a flag of `armature serve`
-and an environment variable; the flag takes precedence. `armature probe` shows the value of each `auto` setting on your
-machine, with its reason. `armature serve --help` shows the same groups.
-"""
-TABLE = """
-## {heading}
+TABLE = """## {heading}
 
 | flag | variable | values | default | meaning |
 |---|---|---|---|---|
@@ -25,7 +18,7 @@ TABLE = """
 
 
 def page() -> str:
-    return HEAD + "".join(map(_table, SETTING_GROUPS))
+    return "\n".join(map(_table, SETTING_GROUPS))
 
 
 def _table(group: Group) -> str:

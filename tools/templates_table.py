@@ -1,4 +1,4 @@
-"""Write docs/chat-templates.md from the templates of `make real-formats`: `python -m tools.templates_table`.
+"""Write the table of docs/chat-templates.md from the templates of `make real-formats`: `python -m tools.templates_table`.
 
 `--check` only compares the page. Each row is what trial conversations find (`app/text/template_form.py`).
 """
@@ -18,34 +18,7 @@ from tools.real_formats import default_directory
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "chat-templates.md"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-HEAD = """# Chat templates
-
-This page is for people who ask what a model's chat template writes, and what the server does where it writes less.
-`python -m tools.templates_table` makes it from real templates, which `make real-formats` gets from the source package
-of llama-cpp-python. At each start the server finds the same for the template that it serves, by trial conversations.
-
-Prompts are those of transformers byte for byte wherever its prompt has the whole conversation: 70 templates in 31
-conversations each (`tests/parity/test_real_templates.py`, which lists the few that differ, with the reasons). Where the
-template refuses a part or leaves it out, the server gives that part another form:
-
-- **System messages** that it does not write become a part of a message of the user.
-- **Calls** of earlier turns get the form that it accepts: content null, empty or absent beside them, arguments as an
-  object or as text, ids of 9 letters and digits, one call in a message, a text beside calls in a message before them.
-  Where it writes no calls at all they become text, and results messages of the user.
-- **Tools** that it does not write are explained in the system message.
-- **Parts of a text** are a list where it writes them, else lines of one text.
-- **Thinking** (`reasoning_effort`, `enable_thinking`, `thinking`, `think`, `reasoning.effort`) sets the variable that
-  it reads. Without a variable these fields have no effect.
-
-A conversation of which something would still be left out is 400 `invalid_request` and names the part; `documents` is
-the usual one, as most templates do not know them.
-
-The last two columns are formats of what the model writes: that of its calls, as the template writes them, which is
-returned as `tool_calls` and forced by `tool_choice`, and that of its reasoning. Where there is no format of calls, the
-template writes none, or in a way that the server does not read: what the model then writes in its own way stays text,
-and a forced call has the form that the template's text names, or that of Hermes.
-
-| template | system messages | calls | results | tools | parts | thinking | format of calls | of reasoning |
+HEAD = """| template | system messages | calls | results | tools | parts | thinking | format of calls | of reasoning |
 |---|---|---|---|---|---|---|---|---|
 """
 

@@ -20,10 +20,12 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import FrameType
 
 import app
+from tools.peers.ports import free_port, is_answered
 
 ROOT = Path(app.__path__[0]).resolve()
 READY_SECONDS = 300.0
@@ -34,7 +36,6 @@ BODY = {
     "temperature": 0,
     "stream": True,
 }
-LISTENING = "listening on "  # `armature serve` prints this line and its URL, docs/contract.md
 
 
 class CallRecorder:
@@ -70,21 +71,6 @@ class CallRecorder:
         return {name: sorted({file for file, _ in functions}) for name, functions in self.functions.items()}
 
 
-class ServerOutput(io.TextIOBase):
-    """A replacement for stdout that takes the URL from the server's line `listening on URL`."""
-
-    def __init__(self) -> None:
-        self.listening = threading.Event()
-        self.url = ""
-
-    def write(self, text: str) -> int:
-        """Keep the URL and drop the rest."""
-        if text.startswith(LISTENING):
-            self.url = text.removeprefix(LISTENING).strip()
-            self.listening.set()
-        return len(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trace one request and print its files. Exit status 1 if the server or the request failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -104,11 +90,11 @@ def trace(recorder: CallRecorder, flags: Sequence[str] = ()) -> bytes | str:
     """Serve in this thread until one request is answered. Return the bytes of the answer, or a sentence on what failed."""
     from app.cli.main import main as armature
 
-    output, answers, stdout = ServerOutput(), list[bytes | str](), sys.stdout
+    port, answers = free_port(), list[bytes | str]()
 
     def client() -> None:
         try:
-            answers.append(send_request(output, recorder))
+            answers.append(send_request(f"http://127.0.0.1:{port}", recorder))
         except (OSError, http.client.HTTPException) as error:
             answers.append(f"the request failed: {error}")
         finally:
@@ -117,40 +103,30 @@ def trace(recorder: CallRecorder, flags: Sequence[str] = ()) -> bytes | str:
 
     thread = threading.Thread(target=client, name="client", daemon=True)
     recorder.install()
-    sys.stdout = output
     try:
         thread.start()
-        status = armature(["serve", "--host", "127.0.0.1", "--port", "0", "--calibrate", "off", *flags])
+        with redirect_stdout(io.StringIO()):
+            status = armature(["serve", "--host", "127.0.0.1", "--port", str(port), "--calibrate", "off", *flags])
     finally:
-        sys.stdout = stdout
         recorder.uninstall()
     thread.join(READY_SECONDS)
     return answers[0] if status == 0 and answers else f"the server ended with status {status}"
 
 
-def send_request(output: ServerOutput, recorder: CallRecorder) -> bytes:
+def send_request(url: str, recorder: CallRecorder) -> bytes:
     """Wait until the server is ready, send the request and read its answer to the end."""
     deadline = time.monotonic() + READY_SECONDS
-    output.listening.wait(READY_SECONDS)
-    while not is_ready(output.url):
+    while not is_answered(f"{url}/readyz"):
         if time.monotonic() > deadline:
             raise TimeoutError(f"the server is not ready after {READY_SECONDS:g} s")
         time.sleep(POLL_SECONDS)
-    url, headers = f"{output.url}/v1/chat/completions", {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(BODY).encode(), headers)
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(BODY).encode(), headers)
     recorder.recording = True
     with urllib.request.urlopen(request, timeout=READY_SECONDS) as response:
         answer: bytes = response.read()
     recorder.recording = False
     return answer
-
-
-def is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/readyz", timeout=READY_SECONDS) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
 
 
 def as_json(recorder: CallRecorder) -> dict[str, object]:

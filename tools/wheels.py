@@ -28,10 +28,8 @@ SDIST = "--sdist"
 # Libraries that every Linux has or that torch has loaded before. A wheel would have to contain any other library.
 MAY_NEED = {"libc.so.6", "libm.so.6", "libgomp.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 OLDEST_GLIBC = (2, 17)  # the oldest manylinux tag that pip knows for both architectures
-TORCH_GOMP = (
-    5,
-    0,
-)  # the newest symbols of libgomp in the wheels: 2.10 for x86-64 (CUDA) and arm64, 2.13 for x86-64 (CPU)
+# The newest symbols of libgomp in the wheels: 2.10 for x86-64 (CUDA) and arm64, 2.13 for x86-64 (CPU).
+TORCH_GOMP = (5, 0)
 
 
 class Unfit(Exception):
@@ -84,20 +82,8 @@ def build(machine: str, cross: bool, folder: Path) -> Path:
         options = [f"--config-settings=wheel.tags=py3-none-linux_{machine}"]
         if cross:
             options.append(f"--config-settings=cmake.toolchain-file={TOOLCHAIN}")
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "-w",
-            work,
-            *options,
-            str(ROOT),
-        ]
-        subprocess.run(pip, check=True)
+        pip = [sys.executable, *"-m pip wheel -q --no-deps --no-build-isolation -w".split(), work]
+        subprocess.run([*pip, *options, str(ROOT)], check=True)
         (wheel,) = Path(work).glob("*.whl")
         tag = platform_tag(wheel, machine, Path(work))
         command = [sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", tag, str(wheel)]

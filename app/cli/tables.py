@@ -41,9 +41,7 @@ def render_probe(facts: Facts, plan: ServingPlan | None) -> RenderableType:
 
 
 def render_facts(facts: Facts) -> Table:
-    table = Table(title="This machine", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    table = _plain("This machine")
     for name, value in _fact_rows(facts):
         if value:
             table.add_row(name, value)

@@ -427,11 +427,6 @@ def _close_enough(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=_RELATIVE_TOLERANCE * max(largest, 1e-6), equal_nan=True)
 
 
-def to_tensor(array: Array) -> Tensor:
-    """Return a tensor with a copy of the array's bytes, whose number matches the shape."""
-    return _tensor(bytearray(array.data), array.datatype, array.shape)
-
-
 def _tensor(data: bytearray, datatype: str, shape: tuple[int, ...]) -> Tensor:
     dtype = DTYPES[datatype]
     return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)

@@ -234,7 +234,6 @@ class Facts:
         return self.available_bytes if available is None else min(self.available_bytes, available)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts as values that JSON can represent."""
         fields: dict[str, Any] = to_json_value(self)
         return fields
 
@@ -243,16 +242,16 @@ class Facts:
 class Needs:
     """Requirements of a checkpoint, from its config and tensor headers alone; a program has rows instead of tokens.
 
-    `weight_bytes` is the size on disk, `bytes_by_precision` in memory; `device_bytes_by_precision` on a device with
-    its own memory, where they differ. `layer_weights` are the weights of the linear layers, without the output layer,
-    by the number of inputs. `stored_quantization` is the type of most quantized weights in a file, such as Q4_1, and
-    `codes_precision` the precision in which they keep their codes. `int8_copy_bytes` are added if 4-bit layers also
-    have an 8-bit copy. `state_bytes` are a sequence's recurrent states (0: none). `kv_elements_per_token` is 2 ·
-    layers · kv_heads · head_dim, or 0 for an encoder; the layers are the `num_kv_layers` with keys and values (0:
-    all). `rows_vary`: the cost of a program's row depends on sizes that each request chooses. `operations_per_token`
-    is two times the multiply-adds of one token or row, without an output layer (0: two for each parameter), and
-    `convolution_operations` the part of it in convolutions. Of `table_bytes` a step reads only some rows.
-    `quality_costs` are the relative increases of perplexity by quantized precision, or of an encoder 1 minus the
+    `weight_bytes` is the size on disk, `bytes_by_precision` in memory; `device_bytes_by_precision` on a device with its
+    own memory, where they differ. `layer_weights` are the weights of the linear layers, without the output layer, by
+    the number of inputs. `stored_quantization` is the type of most quantized weights in a file, such as Q4_1, and
+    `codes_precision` the precision in which they keep their codes; `keeps_fp8`: on NVIDIA GPUs, fp8. `int8_copy_bytes`
+    are added if 4-bit layers also have an 8-bit copy. `state_bytes` are a sequence's recurrent states (0: none).
+    `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder; the layers are the `num_kv_layers`
+    with keys and values (0: all). `rows_vary`: the cost of a program's row depends on sizes that each request chooses.
+    `operations_per_token` is two times the multiply-adds of one token or row, without an output layer (0: two for each
+    parameter), and `convolution_operations` the part of it in convolutions. Of `table_bytes` a step reads only some
+    rows. `quality_costs` are the relative increases of perplexity by quantized precision, or of an encoder 1 minus the
     lowest cosine with the exact vectors. `has_vectors`: an encoder gives vectors, not only labels. `adapter_elements`
     are the weights of all LoRA adapters that may be loaded at once. Of `num_parameters`, `expert_weights` belong to
     experts, of which a token uses the share `expert_use`. `engine` auto: a program that ONNX Runtime may compute too.
@@ -282,6 +281,7 @@ class Needs:
     quality_costs: Mapping[str, float] = field(default_factory=dict)
     stored_quantization: str = ""
     codes_precision: str = ""
+    keeps_fp8: bool = False
     has_vectors: bool = False
     adapter_elements: int = 0
     expert_weights: int = 0

@@ -99,7 +99,6 @@ class RecentQuantiles:
         self.add(math.ceil(math.log(clipped / _LOWEST_SECONDS) * _PER_LOG), count)
 
     def add(self, bucket: int, count: int) -> None:
-        """Add latencies to a bucket."""
         self._slices.now()[bucket] += count
 
     def read(self, quantiles: Sequence[float]) -> list[float] | None:

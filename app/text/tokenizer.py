@@ -225,9 +225,6 @@ class Tokenizer:
                 break
         return tokenizers.Encoding.merge(encodings[::-1] if from_end else encodings)
 
-    def as_json(self) -> str:
-        return self._inner.to_str()
-
     @property
     def added_tokens(self) -> Mapping[int, str]:
         """Texts of the tokens that were added to the vocabulary, special or not, by id."""

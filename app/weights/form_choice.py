@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +23,7 @@ from app.weights.forms import (
     Recipe,
     choose_upgrades,
     find_recipe,
+    fp8_blocks,
     kept_precision,
     stored_forms,
 )
@@ -29,6 +31,7 @@ from app.weights.safetensors import TensorEntry
 from armature_kernels.linear.bf16_panels import HybridFactory, HybridLinear
 from armature_kernels.linear.bf16_product import WideRows
 from armature_kernels.linear.device import DeviceFactory
+from armature_kernels.linear.device_fp8 import DeviceFp8Factory
 from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from armature_kernels.linear.layout import LAYOUTS
 from armature_kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTIZED_FORMS, FormFactory, Linear, host_architecture
@@ -71,19 +74,30 @@ class FormChoice:
     upgraded: frozenset[str] = field(default=frozenset(), repr=False)
     # Forms of sources whose codes are kept. They follow from the checkpoint and the precision.
     stored: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # Blocks of the sources whose codes in FP8 are kept on a device.
+    fp8: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     def packing(self, linear: Linear) -> FormFactory:
         """Return the first packing that suits a layer, split by rows if its sources differ and all are integers."""
         is_output = linear.sources in OUTPUT_SOURCES
         by_source = [self._form_names(source) for source in linear.sources]
-        names = EXACT.linear if EXACT.linear in by_source else by_source[0]
-        if names != EXACT.linear and len(set(by_source)) > 1:
+        exact = EXACT.linear if self.device is None else DEVICE_EXACT.linear
+        names = exact if exact in by_source else by_source[0]
+        if names != exact and len(set(by_source)) > 1:
             split = self._row_split(linear, [self._quantized(each[0]) for each in by_source])
             if split.supports(linear.out_features, linear.in_features, self.dtype):
                 return self._with_copy(split, split.ranges[0][1].group)
             names = self.recipe.linear
         packings = [self._packing(name, is_output, has_copy=not is_expert(linear.sources[0])) for name in names]
-        return next(one for one in packings if one.supports(linear.out_features, linear.in_features, self.dtype))
+        found = next(one for one in packings if one.supports(linear.out_features, linear.in_features, self.dtype))
+        if isinstance(found, DeviceFp8Factory) and self.fp8:
+            return replace(found, block=self._common_block(linear))
+        return found
+
+    def _common_block(self, linear: Linear) -> tuple[int, int]:
+        """Return the largest block within which all sources of a layer have one scale: their widths are equal."""
+        heights = (self.fp8[source][0] for source in linear.sources)
+        return math.gcd(*heights, *linear.source_rows[:-1]), self.fp8[linear.sources[0]][1]
 
     def _form_names(self, source: str) -> tuple[str, ...]:
         if is_router(source):
@@ -91,6 +105,8 @@ class FormChoice:
         kept = kept_precision(self.keep, source)
         if kept is not None:
             return KEPT_FORMS[kept]
+        if self.fp8 and source not in self.fp8:
+            return DEVICE_EXACT.linear
         if source in self.stored:
             return (self.stored[source], *self.recipe.linear)
         return self.recipe.source_forms(source, source in self.upgraded)
@@ -223,4 +239,5 @@ def form_choice(
         _wide_rows(plan, config),
         upgraded,
         stored_forms(precision, tensors or {}) if own is None and has_kernel(OpCode.LINEAR_INT) else {},
+        fp8_blocks(tensors or {}) if precision == "fp8" else {},
     )

@@ -31,10 +31,11 @@ from app.models.decoders.shapes import (
 from app.models.encoders.config import EncoderConfig, encoder_norm_elements, encoder_products_of, encoder_tables_of
 from app.weights.gguf.tensors import BlockEntry
 from app.weights.quantized.entries import PackedEntry
-from app.weights.safetensors import RearrangedEntry, TensorEntry
+from app.weights.safetensors import ColumnsEntry, RearrangedEntry, TensorEntry
 from armature_kernels.linear.layout import (
     LAYOUTS,
     PANEL_OUTPUTS,
+    device_fp8_bytes,
     device_int4_bytes,
     device_int8_bytes,
     supports_device_int4,
@@ -120,6 +121,7 @@ def _int4(*others: str, int8_copy_from: int | None = None, layer_bits: tuple[flo
 DEVICE_EXACT = Recipe(linear=("device",))
 DEVICE_INT4 = Recipe(linear=("device int4/64", "device"), output=("device",), equalise=True)
 DEVICE_INT8 = Recipe(linear=("device int8", "device"), output=("device",))
+DEVICE_FP8 = Recipe(linear=("device fp8", "device"), output=("device",))
 
 
 def _device(kind: str, architecture: str, *exact: str) -> dict[RecipeKey, Recipe]:
@@ -143,6 +145,8 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
     **_device("cuda", "arm64", "fp32", "bf16"),
     ("cuda", "x86_64", "int8"): DEVICE_INT8,
     ("cuda", "arm64", "int8"): DEVICE_INT8,
+    ("cuda", "x86_64", "fp8"): DEVICE_FP8,
+    ("cuda", "arm64", "fp8"): DEVICE_FP8,
     **_device("mps", "arm64", "fp32", "bf16", "fp16"),
 }
 
@@ -337,6 +341,32 @@ def stored_forms(precision: str, tensors: Mapping[str, TensorEntry]) -> dict[str
     return {source: "int8/32" if is_output(source) else form for source, form in forms.items()}
 
 
+def fp8_block(entry: TensorEntry) -> tuple[int, int] | None:
+    """Return the numbers of outputs and inputs that share a scale of a weight in E4M3; None if a GPU cannot keep its codes.
+
+    The outputs of one that is read in another order may have any scale of their columns. A kernel reads 16 inputs at least.
+    """
+    if isinstance(entry, PackedEntry):
+        height, width = entry.block
+        is_kept = entry.kind == "FP8" and (width >= entry.shape[1] or width % 16 == 0)
+        return (height, min(width, entry.shape[1])) if is_kept else None
+    if isinstance(entry, RearrangedEntry) and not entry.factors and not entry.transposed:
+        found = fp8_block(entry.source)
+        return found if found is None or entry.rows is None else (1, found[1])
+    if isinstance(entry, ColumnsEntry):
+        found = fp8_block(entry.source)
+        if found is None or found[1] == entry.source.shape[1]:
+            return found and (found[0], entry.shape[1])
+        return found if entry.first % found[1] == entry.shape[1] % found[1] == 0 else None
+    return None
+
+
+def fp8_blocks(tensors: Mapping[str, TensorEntry]) -> dict[str, tuple[int, int]]:
+    """Return the block of each source whose codes a GPU keeps (`fp8_block`)."""
+    found = {name.removesuffix(".weight"): fp8_block(entry) for name, entry in tensors.items()}
+    return {source: block for source, block in found.items() if block is not None and not is_output(source)}
+
+
 def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], precision: str) -> int:
     forms, recipe = stored_forms(precision, tensors), find_recipe("cpu", "x86_64", precision)
     held, narrow = 0, narrow_products(config)
@@ -405,9 +435,16 @@ def _output_form(config: ModelConfig, recipe: Recipe) -> str:
 def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
     """Return the bytes of a decoder in device memory, whose output layer is never quantized."""
     table = sum(tensors[name].value_bytes for name in tables_of(config))
-    return _device_bytes(
+    found = _device_bytes(
         list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * norm_elements(config)
     )
+    blocks = fp8_blocks(tensors)
+    if blocks:  # layers that the library left as they were stay so
+        entries = {source: tensors[f"{source}.weight"] for source in blocks}
+        held = (device_fp8_bytes(entry.shape[0], entry.shape[1], blocks[source]) for source, entry in entries.items())
+        saved = 2 * sum(entry.num_elements for entry in entries.values()) - sum(held)
+        found["fp8"] = found["bf16"] - saved + 2 * max(math.prod(shape) for shape, _ in products_of(config))
+    return found
 
 
 def encoder_device_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
@@ -422,9 +459,12 @@ def _device_bytes(products: Sequence[tuple[Shape, bool]], output: int, fixed: in
     rounds = [shape for shape, _ in products if supports_device_int4(*shape)]
     scratch = max((rows * columns for rows, columns in rounds), default=0)
     saved = sum(2 * rows * columns - device_int4_bytes(rows, columns) for rows, columns in rounds)
-    codes = sum(2 * rows * columns - device_int8_bytes(rows, columns) for (rows, columns), _ in products)
     largest = max((rows * columns for (rows, columns), _ in products), default=0)
-    return {**exact, "int8": exact["bf16"] - codes + 2 * largest, "int4": exact["bf16"] - saved + 2 * scratch}
+    in_eight_bits = {
+        name: exact["bf16"] + 2 * largest + sum(nbytes(*shape) - 2 * shape[0] * shape[1] for shape, _ in products)
+        for name, nbytes in (("int8", device_int8_bytes), ("fp8", device_fp8_bytes))
+    }
+    return {**exact, **in_eight_bits, "int4": exact["bf16"] - saved + 2 * scratch}
 
 
 def layer_weights(config: ModelConfig | EncoderConfig) -> dict[int, int]:

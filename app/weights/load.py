@@ -33,10 +33,11 @@ from app.weights.forms import INT8, INT8_ROWS, MOST_ROW_SCALE_COST, QUANTIZED, c
 from app.weights.packs import PackedWeights, PackFile, PackFolder, PackNotes, Progress
 from app.weights.program import CONVOLUTIONS, Archive, ProgramCheckpoint, StoredTensor
 from app.weights.safetensors import TensorEntry
-from app.weights.tensor_reader import TensorReader, check_values, row_ranges
+from app.weights.tensor_reader import TensorReader, check_fp8, check_values, row_ranges
 from armature_kernels.compute_threads import ComputeThreads
 from armature_kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
 from armature_kernels.linear.device import DeviceLinear
+from armature_kernels.linear.device_fp8 import DeviceFp8Linear
 from armature_kernels.linear.int_panels import IntPanelLinear
 from armature_kernels.linear.layout import PANEL_OUTPUTS
 from armature_kernels.linear.linear import EmptyForm, ExactLinear, FormFactory, Linear, LinearForm
@@ -449,6 +450,11 @@ class _ModelLoader:
         blocks: Sequence[_Block],
     ) -> None:
         for source, entry, rows, first in blocks:
+            if source in self.choice.fp8 and isinstance(form, DeviceFp8Linear):
+                kept = self.streams.fp8_codes(entry, rows)
+                check_fp8(f"{source}.weight", *kept)
+                form.fill_stored(first, *kept)
+                continue
             block = self.streams.block(entry, rows)
             block = block if self.choice.device is None else block.to(self.choice.device)
             if self.is_quantized or self.choice.dtype == torch.float16:  # else the warm-up tells, without another pass

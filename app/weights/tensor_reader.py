@@ -26,11 +26,12 @@ from app.errors import CheckpointInvalid, PlanImpossible, StepFailed, raise_kern
 from app.hardware.kernel_advice import advise
 from app.weights.checkpoint import Checkpoint
 from app.weights.files import open_regular
+from app.weights.forms import fp8_block
 from app.weights.gguf.blocks import EIGHT_BIT_CODES, FOUR_BIT_CODES, dequantize_blocks
 from app.weights.gguf.reader import TYPES
 from app.weights.gguf.tensors import BlockEntry
 from app.weights.quantized.entries import PackedEntry
-from app.weights.quantized.values import decode_rows, held_codes
+from app.weights.quantized.values import decode_rows, fp8_codes, held_codes
 from app.weights.safetensors import ColumnsEntry, EncodedEntry, QuantizedEntry, RearrangedEntry, TensorEntry
 from armature_kernels.linear.layout import PANEL_OUTPUTS
 from armature_kernels.linear.quantization import Int4Weight, Int8Weight
@@ -47,6 +48,7 @@ _COPY_BYTES = 8 * 2**20  # bytes of source pages held while a tensor is converte
 # Bytes read at a time. Each thread holds one block, and while it quantizes the block its values in FP32 and its codes:
 # with 4 MiB, two threads held up to 34 MB beside the weights, with 2 MiB 20 MB; packing took as long.
 _BLOCK_BYTES = 2 * 2**20
+_E4M3_NAN = 0x7F  # without the sign
 _FP16_MAX = torch.finfo(torch.float16).max
 
 
@@ -237,6 +239,21 @@ class TensorReader:
             return held_codes(entry, rows, self.files.tensor, bits)
         return self.four_bit_codes(entry, rows) if bits == 4 else self._eight_bit_codes(entry, rows)
 
+    def fp8_codes(self, entry: TensorEntry, rows: range) -> tuple[Tensor, Tensor]:
+        """Return the codes of these rows as uint8, and their scales FP32 [rows, blocks of inputs] (`fp8_block`)."""
+        if isinstance(entry, ColumnsEntry):
+            (codes, scales), block = self.fp8_codes(entry.source, rows), fp8_block(entry.source)
+            assert block is not None, "other codes are not kept"
+            first, last, width = entry.first, entry.first + entry.shape[1], block[1]
+            return codes[:, first:last], scales[:, first // width : -(-last // width)]
+        if isinstance(entry, RearrangedEntry):
+            source, numbers = entry.source, rows if entry.rows is None else entry.rows[rows.start : rows.stop]
+            found, order = [self.fp8_codes(source, run) for run in _runs(numbers)], _order(numbers)
+            return torch.cat([one for one, _ in found])[order], torch.cat([one for _, one in found])[order]
+        assert isinstance(entry, PackedEntry), "other entries have no such codes"
+        codes, scales = fp8_codes(entry, rows, self.files.tensor)
+        return codes.view(torch.uint8), scales
+
     def _eight_bit_codes(self, entry: TensorEntry, rows: range) -> Int8Weight | None:
         if not isinstance(entry, BlockEntry) or entry.kind not in EIGHT_BIT_CODES or _splits_groups(entry):
             return None
@@ -393,6 +410,12 @@ def check_values(name: str, values: Tensor, dtype: torch.dtype) -> None:
         raise PlanImpossible(
             f"{name} holds {largest:g}, and FP16 ends at {_FP16_MAX:,.0f}: serve this model in bf16 or fp32 (precision=bf16)."
         )
+
+
+def check_fp8(name: str, codes: Tensor, scales: Tensor) -> None:
+    """Raise `CheckpointInvalid` for codes uint8 of E4M3 that are NaN, and for scales that are not finite."""
+    if int((codes & _E4M3_NAN).amax()) == _E4M3_NAN or not largest_magnitude(scales) < torch.inf:
+        raise weight_not_finite(name)
 
 
 @contextmanager

@@ -88,11 +88,12 @@ class DeviceLinear:
 
 
 class StackedWeights(NamedTuple):
-    """The weights of all experts: [experts, outputs, inputs], biases and, with int8 codes, scales [experts, outputs]."""
+    """The weights of all experts: [experts, outputs, inputs], biases and, with codes, scales and `block` (device_int8.py)."""
 
     weights: Tensor
     biases: Tensor | None = None
     scales: Tensor | None = None
+    block: tuple[int, int] | None = None
 
 
 def copy_bias_to_device(bias: Tensor | None, weight: Tensor) -> Tensor | None:

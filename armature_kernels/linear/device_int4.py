@@ -87,7 +87,7 @@ class DeviceCodesLinear:
         """Multiply x [tokens, in] to [tokens, out] in its dtype."""
         rows = unquantized(x)
         if len(rows) > self.max_code_rows:
-            return F.linear(rows, self.dequantized(), self.bias)
+            return self.multiply_many(rows)
         if len(rows) == 0:  # a grid without blocks cannot be launched
             return rows.new_empty(0, self.shape[0])
         product = self.multiply_codes(rows.contiguous())
@@ -100,6 +100,10 @@ class DeviceCodesLinear:
     def multiply_codes(self, rows: Tensor) -> Tensor:
         """Multiply rows [n, in], contiguous, by the codes, without the bias."""
         raise NotImplementedError
+
+    def multiply_many(self, rows: Tensor) -> Tensor:
+        """Multiply rows [n, in] of any number, with the bias."""
+        return F.linear(rows, self.dequantized(), self.bias)
 
     def dequantized(self) -> Tensor:
         """Return the dequantized weight [out, in] in the scratch memory, valid until the next form uses it."""

@@ -16,13 +16,9 @@ from torch import Tensor
 
 from armature_kernels.linear.device import copy_bias_to_device
 from armature_kernels.linear.device_int4 import DeviceCodesLinear, shared_scratch
-from armature_kernels.linear.layout import device_int8_bytes
+from armature_kernels.linear.layout import MAX_CODE_ROWS, device_int8_bytes
 from armature_kernels.linear.quantization import quantize_int8
 from armature_kernels.triton.support import triton_usable
-
-# Most rows that are multiplied by the codes, which are read once per 64 rows: 2 bytes per weight at 128, against 5 if
-# they are dequantized to 16 bits and read again.
-MAX_CODE_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +52,12 @@ class DeviceInt8Factory:
 class DeviceInt8Linear(DeviceCodesLinear):
     """A weight [out, in] as codes int8 [out, in] and scales bf16 [out]: weight = code * scale."""
 
-    __slots__ = ("codes",)
+    __slots__ = ("block", "codes")
+    block: tuple[int, int]  # numbers of outputs and inputs that share a scale
+    codes: Tensor
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None, packing: DeviceInt8Factory) -> None:
-        self.shape, self.max_code_rows = shape, MAX_CODE_ROWS
+        self.shape, self.block, self.max_code_rows = shape, (1, shape[1]), MAX_CODE_ROWS
         self.scratch = shared_scratch(packing.device, packing.dtype)
         self.codes = torch.empty(shape, dtype=torch.int8, device=packing.device)
         self.scales = torch.empty(shape[0], dtype=torch.bfloat16, device=packing.device)
@@ -78,9 +76,9 @@ class DeviceInt8Linear(DeviceCodesLinear):
     def multiply_codes(self, rows: Tensor) -> Tensor:
         if not triton_usable(rows):
             return F.linear(rows, self.dequantized())
-        from armature_kernels.triton.linear import multiply_int8
+        from armature_kernels.triton.linear import multiply_codes
 
-        return multiply_int8(rows, self.codes, self.scales)
+        return multiply_codes(rows, self.codes, self.scales, self.block)
 
     def dequantized(self) -> Tensor:
         out = self.scratch.view(*self.shape)

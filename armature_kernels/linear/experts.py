@@ -167,7 +167,7 @@ def _stacked(forms: Sequence[LinearForm]) -> StackedWeights | None:
     plain = [form for form in forms if isinstance(form, DeviceLinear)]
     rounded = [form for form in forms if isinstance(form, DeviceInt8Linear)]
     found = [form.weight for form in plain] or [form.codes for form in rounded]
-    if len(found) < len(forms) or not triton_usable(found[0]):
+    if len(found) < len(forms) or len({one.block for one in rounded}) > 1 or not triton_usable(found[0]):
         return None
     weights, scales = torch.stack(found), torch.stack([form.scales for form in rounded]) if rounded else None
     for form, weight in zip(plain, weights, strict=False):
@@ -177,7 +177,8 @@ def _stacked(forms: Sequence[LinearForm]) -> StackedWeights | None:
         one.codes, one.scales = weights[number], scales[number]
     held: list[DeviceLinear | DeviceInt8Linear] = [*plain, *rounded]
     biases = [form.bias for form in held if form.bias is not None]
-    return StackedWeights(weights, torch.stack(biases) if biases else None, scales)
+    block = rounded[0].block if rounded else None
+    return StackedWeights(weights, torch.stack(biases) if biases else None, scales, block)
 
 
 def run_experts_torch(

@@ -1,4 +1,4 @@
-"""Sizes of packed weights in bytes, and the names of the four-bit and eight-bit layouts; does not import torch.
+"""Sizes of packed weights, names of the four-bit and eight-bit layouts, limits of products; does not import torch.
 
 The layouts are described in `csrc/ops.h`.
 """
@@ -85,6 +85,12 @@ DEVICE_GROUP = 64
 _TILE_OUTPUTS, _TILE_INPUTS = 8, 64
 
 
+# Most rows that a GPU multiplies by eight-bit codes, which are read once per 64 rows: 2 bytes per weight at 128, against 5 if
+# they are dequantized to 16 bits and read again.
+MAX_CODE_ROWS = 128
+MIN_FP8_CAPABILITY = (8, 9)  # Ada, the first with products of E4M3
+
+
 def supports_device_int4(outputs: int, inputs: int) -> bool:
     """Return True if a weight of this size can be packed to four bits for a device."""
     return outputs % _TILE_OUTPUTS == 0 and inputs % _TILE_INPUTS == 0
@@ -98,3 +104,9 @@ def device_int4_bytes(outputs: int, inputs: int) -> int:
 def device_int8_bytes(outputs: int, inputs: int) -> int:
     """Return the bytes of codes, with a scale of two bytes for each output."""
     return outputs * inputs + 2 * outputs
+
+
+def device_fp8_bytes(outputs: int, inputs: int, block: tuple[int, int] | None = None) -> int:
+    """Return the bytes of codes, with a scale of four bytes for each block of outputs and inputs; None: each output."""
+    height, width = block or (1, inputs)
+    return outputs * inputs + 4 * -(-outputs // height) * -(-inputs // width)

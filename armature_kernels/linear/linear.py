@@ -19,6 +19,7 @@ from armature_kernels.elementwise.embedding import RowFactor
 from armature_kernels.linear.activations import Activations, RowGroups, quantize, unquantized
 from armature_kernels.linear.bf16_panels import Bf16PanelLinear, FixedOrderFactory
 from armature_kernels.linear.device import DeviceFactory
+from armature_kernels.linear.device_fp8 import DeviceFp8Factory
 from armature_kernels.linear.device_int4 import DeviceInt4Factory
 from armature_kernels.linear.device_int8 import DeviceInt8Factory
 from armature_kernels.linear.device_lora import DeviceLoraProduct
@@ -347,6 +348,7 @@ DEVICE_FORMS: Mapping[str, Callable[[torch.device, torch.dtype], DevicePacking]]
     "device": DeviceFactory,
     "device int4/64": DeviceInt4Factory,
     "device int8": DeviceInt8Factory,
+    "device fp8": DeviceFp8Factory,
 }
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from armature_kernels.linear.device import StackedWeights
+from armature_kernels.triton.linear import as_bytes, code_values, inputs_of_block
 
 _FEW_ROWS, _MANY_ROWS = 16, 64  # of a block; the least that a product takes, and enough to be bound by arithmetic
 _OUTPUTS, _INPUTS = 64, 64  # of a block
@@ -56,17 +57,19 @@ class ExpertBlocks:
 
         Args:
             x: [rows, inputs], or [rows * top_k, inputs] if `is_sorted`; elements of a row are contiguous.
-            stacked: All of them contiguous; weights in the dtype of x, or codes int8 with scales.
+            stacked: All of them contiguous; weights in the dtype of x, or codes (int8, E4M3) with scales.
             is_sorted: x has the sorted rows already.
         """
-        weights, biases, scales = stacked
+        weights, biases, scales, block = stacked
         _, outputs, inputs = weights.shape
+        height, width = block or (1, inputs)
         assert weights.is_contiguous() and x.stride(1) == 1 and x.shape[1] == inputs, "weights are addressed by shape"
         out = x.new_empty((len(self.order), outputs))
         grid = (len(self.experts), triton.cdiv(outputs, _OUTPUTS))
         _multiply[grid](
-            x, weights, biases, scales, out, self.order, self.experts, self.firsts, self.ends, x.stride(0),
-            inputs, outputs, 0 if is_sorted else self.top_k, self.rows, _OUTPUTS, _INPUTS, num_warps=4,
+            x, as_bytes(weights), biases, scales, out, self.order, self.experts, self.firsts, self.ends, x.stride(0),
+            inputs, outputs, height, width, 0 if is_sorted else self.top_k,
+            self.rows, _OUTPUTS, inputs_of_block(inputs, width, _INPUTS), num_warps=4,
         )  # fmt: skip
         return out
 
@@ -74,7 +77,7 @@ class ExpertBlocks:
 @triton.jit
 def _multiply(
     x, weights, biases, scales, out, order, experts, firsts, ends, stride,
-    inputs: tl.constexpr, outputs: tl.constexpr, top_k: tl.constexpr,
+    inputs: tl.constexpr, outputs: tl.constexpr, height: tl.constexpr, width: tl.constexpr, top_k: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     block, at = tl.program_id(0), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -88,15 +91,23 @@ def _multiply(
         source = tl.load(order + rows, mask=inside, other=0) // top_k
     row_pointers = x + source[:, None] * stride
     weight_pointers = weights + expert * outputs * inputs + at[None, :] * inputs
+    scale_places = (expert * tl.cdiv(outputs, height) + at // height) * tl.cdiv(inputs, width)
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for first in range(0, inputs, INPUTS):
         place = first + tl.arange(0, INPUTS)
         is_input = place < inputs
         left = tl.load(row_pointers + place[None, :], mask=inside[:, None] & is_input[None, :], other=0.0)
         right = tl.load(weight_pointers + place[:, None], mask=is_input[:, None] & there[None, :], other=0)
-        total = tl.dot(left, right.to(tl.float32).to(left.dtype), total, input_precision="ieee")  # codes are exact
-    if scales is not None:
-        total *= tl.load(scales + expert * outputs + at, mask=there, other=0.0).to(tl.float32)[None, :]
+        right = code_values(right, left.dtype)
+        if width < inputs:
+            scale = tl.load(scales + scale_places + first // width, mask=there, other=0.0).to(tl.float32)
+            total += tl.dot(left, right, input_precision="ieee") * scale[None, :]
+        else:
+            total = tl.dot(left, right, total, input_precision="ieee")
+    if scales is not None and width >= inputs:
+        total *= tl.load(scales + scale_places, mask=there, other=0.0).to(tl.float32)[None, :]
+    if weights.dtype.element_ty == tl.uint8:
+        total *= 256
     if biases is not None:
         total += tl.load(biases + expert * outputs + at, mask=there, other=0.0).to(tl.float32)[None, :]
     target = out + rows[:, None] * outputs + at[None, :]

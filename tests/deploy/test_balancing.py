@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 
 from examples.nginx.upstream_weights import lines
 from external_tools import ROOT, tool
-from tools.peers.nginx import Nginx, Rule, before, whole
+from tools.peers.nginx import Nginx, whole
 from tools.peers.ports import free_ports
 
 PATIENCE = 10.0  # a server holds its second piece back for longer than a client waits
@@ -63,70 +63,25 @@ class Backend:
         self._thread.join()
 
 
-@contextmanager
-def door(*backends: Backend, **rules: Rule) -> Iterator[dict[str, str]]:
-    """The addresses of a real nginx, by the names of rules."""
-    tool("nginx")
-    nginx, urls = before([each.address for each in backends], rules)
-    try:
-        yield urls
-    finally:
-        nginx.end()
-
-
 @pytest.fixture
 def pair() -> Iterator[tuple[Backend, Backend]]:
     with closing(Backend("a")) as a, closing(Backend("b")) as b:
         yield a, b
 
 
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
-        text: str = answer.read().decode()
-        return text
-
-
-def test_turns_follow_the_weights(pair: tuple[Backend, Backend]) -> None:
-    with door(*pair, plain=Rule((1, 1)), able=Rule((4, 1))) as urls:
-        for name, shares in (("plain", {"a": 10, "b": 10}), ("able", {"a": 16, "b": 4})):
-            assert Counter(get(urls[name]) for _ in range(20)) == shares
-
-
-def test_no_piece_of_a_stream_is_held_back(pair: tuple[Backend, Backend]) -> None:
-    with (
-        door(*pair, plain=Rule((1, 1))) as urls,
-        urllib.request.urlopen(f"{urls['plain']}/stream", timeout=PATIENCE) as answer,
-    ):
-        assert answer.read(1) == b"a", "the server has not written the rest"
-        pair[0].gate.set()
-        assert answer.read() == b"a"
-
-
-def test_who_is_busy_is_passed_over(pair: tuple[Backend, Backend]) -> None:
-    """A stream stays open at the first server: whoever comes meanwhile goes to the other."""
-    with (
-        door(*pair, able=Rule((1, 1), least_connections=True)) as urls,
-        urllib.request.urlopen(f"{urls['able']}/stream", timeout=PATIENCE) as held,
-    ):
-        assert held.read(1) == b"a"
-        assert [get(urls["able"]) for _ in range(4)] == ["b"] * 4
-        pair[0].gate.set()
-        held.read()
-
-
 def test_a_server_that_is_no_address_is_reported() -> None:
     tool("nginx")
     with pytest.raises(SystemExit, match="nginx does not start"):
-        before(["not an address"], {"plain": Rule((1,))})
+        Nginx(lambda folder: whole(folder, "  upstream servers {\n    server not an address;\n  }\n"), [9])
 
 
 def test_without_nginx_it_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.peers.nginx.PLACES", "")
     with pytest.raises(SystemExit, match="nginx-light"):
-        before(["127.0.0.1:9"], {"plain": Rule((1,))})
+        Nginx(lambda folder: whole(folder, ""), [9])
 
 
-# ---- the configuration in docs/ --------------------------------------------------------------------------------------
+# ---- the configuration in examples/ ----------------------------------------------------------------------------------
 
 
 def post(url: str) -> tuple[int, str]:
@@ -152,6 +107,22 @@ def documented(pair: tuple[Backend, Backend]) -> Iterator[str]:
     nginx = Nginx(written, [port])
     yield f"http://127.0.0.1:{port}"
     nginx.end()
+
+
+def test_as_documented_no_piece_of_a_stream_is_held_back(documented: str, pair: tuple[Backend, Backend]) -> None:
+    with urllib.request.urlopen(f"{documented}/stream", timeout=PATIENCE) as answer:
+        assert answer.read(1) == b"a", "the server has not written the rest"
+        pair[0].gate.set()
+        assert answer.read() == b"a"
+
+
+def test_as_documented_who_is_busy_is_passed_over(documented: str, pair: tuple[Backend, Backend]) -> None:
+    """A stream stays open at the first server, the more able one: whoever comes meanwhile goes to the other."""
+    with urllib.request.urlopen(f"{documented}/stream", timeout=PATIENCE) as held:
+        assert held.read(1) == b"a"
+        assert [post(documented) for _ in range(4)] == [(200, "b")] * 4
+        pair[0].gate.set()
+        held.read()
 
 
 def test_as_documented_turns_follow_the_weights(documented: str) -> None:

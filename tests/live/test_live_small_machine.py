@@ -115,7 +115,7 @@ def confined(group: Path, model: Path, *flags: str) -> Iterator[subprocess.Popen
 def memory_limit(size: int) -> Iterator[Path]:
     version = 1 if (CGROUPS / "memory").is_dir() else 2
     top, limit = (CGROUPS / "memory", "memory.limit_in_bytes") if version == 1 else (CGROUPS, "memory.max")
-    group = Quota(top / f"armature-{os.getpid()}-memory", version)
+    group = Quota(top / f"armature-{os.getpid()}-memory")
     try:
         group.folder.mkdir()
         (group.folder / limit).write_text(str(size))

@@ -10,12 +10,17 @@ from armature_kernels.triton.experts import ExpertBlocks
 BF16 = torch.bfloat16
 
 
-def _launch(rows: int, dtype: torch.dtype, has_bias: bool, has_codes: bool = False) -> None:
+def _launch(rows: int, dtype: torch.dtype, has_bias: bool, codes: torch.dtype | None = None) -> None:
     experts, top_k, inputs, outputs = 32, 4, 2048, 768
     ids = torch.zeros((rows, top_k), dtype=torch.int64)
     biases = torch.zeros((experts, outputs), dtype=dtype) if has_bias else None
-    weights = torch.zeros((experts, outputs, inputs), dtype=torch.int8 if has_codes else dtype)
-    stacked = StackedWeights(weights, biases, torch.zeros((experts, outputs), dtype=dtype) if has_codes else None)
+    weights = torch.zeros((experts, outputs, inputs), dtype=codes or dtype)
+    stacked = StackedWeights(weights, biases)
+    if codes == torch.int8:
+        stacked = StackedWeights(weights, biases, torch.zeros((experts, outputs), dtype=dtype), (1, inputs))
+    elif codes is not None:
+        scales = torch.zeros((experts, outputs // 128, inputs // 128))
+        stacked = StackedWeights(weights, biases, scales, (128, 128))
     blocks = ExpertBlocks.of(ids, experts)
     blocks.multiply(torch.zeros((rows, inputs), dtype=dtype), stacked, is_sorted=False)
     blocks.multiply(torch.zeros((rows * top_k, inputs), dtype=dtype), stacked, is_sorted=True)
@@ -34,8 +39,16 @@ def launch_fp32() -> None:
 
 
 def launch_int8_few() -> None:
-    _launch(4, BF16, has_bias=False, has_codes=True)
+    _launch(4, BF16, has_bias=False, codes=torch.int8)
 
 
 def launch_int8_many() -> None:
-    _launch(512, BF16, has_bias=False, has_codes=True)
+    _launch(512, BF16, has_bias=False, codes=torch.int8)
+
+
+def launch_fp8_few() -> None:
+    _launch(4, BF16, has_bias=False, codes=torch.float8_e4m3fn)
+
+
+def launch_fp8_many() -> None:
+    _launch(512, BF16, has_bias=False, codes=torch.float8_e4m3fn)

@@ -18,7 +18,7 @@ RECIPES = [
 # What is built on GPUs too.
 ON_GPUS = [
     *RECIPES,
-    *(("cuda", architecture, name) for architecture in ("x86_64", "arm64") for name in ("fp32", "bf16", "int4")),
+    *(("cuda", architecture, name) for architecture in ("x86_64", "arm64") for name in ("fp32", "bf16", "fp8", "int4")),
     *(("mps", "arm64", name) for name in ("fp32", "bf16", "fp16", "int4")),
 ]
 

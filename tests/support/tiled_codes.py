@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from armature_kernels.linear import device_int4, device_int8
+from armature_kernels.linear import device_fp8, device_int4, device_int8
 from armature_kernels.linear.layout import DEVICE_GROUP
 
 
@@ -56,7 +56,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> TiledCodes:
     monkeypatch.setattr(device_int4, "pack_code_pairs", codes.pack)
     monkeypatch.setattr(device_int4, "multiply_packed", codes.multiply)
     scratch = fresh_scratch()
-    for module in (device_int4, device_int8):
+    for module in (device_int4, device_int8, device_fp8):
         monkeypatch.setattr(module, "shared_scratch", scratch)
     return codes
 

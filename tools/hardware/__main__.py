@@ -180,6 +180,7 @@ def benches(run: Run, dry: bool) -> None:
         (llama, "bf16", "llama-1b bf16"),
         (large, "bf16", "llama-8b bf16"),
         (large, "int4", "llama-8b int4"),
+        (large, "int8" if dry else "fp8", "llama-8b fp8"),  # processors have no FP8
         (bert, "bf16", "bert-large bf16"),
     ):
         model = ["--model", str(run.folder / made.name), "--precision", precision]

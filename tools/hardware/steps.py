@@ -27,26 +27,13 @@ from app.server.model_source import open_or_fetch_model
 from app.server.prepare import Prepared, prepare, with_kept_calibration
 from app.settings import Settings
 from armature_bench.http.workload import TokenPrompts
-from tools.hardware.table import RULES
+from tools.hardware.table import RULES, STEPS
 from tools.install import ROOT
 
 if TYPE_CHECKING:
     from app.engine.decoder.engine import DecoderEngine
 
-REPLAYS, STEPS, PROMPT_TOKENS, FIRST_TOKEN_PROMPT, FIRST_TOKENS = 50, 100, 128, 512, 5
-# What one row of a step asks for, beside greedy ones, for each of the table's names.
-_PARAMS: Mapping[str, dict[str, Any]] = dict(
-    zip(
-        RULES,
-        (
-            {"repetition_penalty": 1.05},
-            {"logprobs": 5},
-            {"min_tokens": 4 * STEPS, "stop_token_ids": (2, 3)},
-            {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
-        ),
-        strict=True,
-    )
-)
+REPLAYS, PROMPT_TOKENS, FIRST_TOKEN_PROMPT, FIRST_TOKENS = 50, 128, 512, 5
 
 
 def main() -> int:
@@ -130,10 +117,16 @@ def measured(prepared: Prepared, rows: int, num_steps: int) -> dict[str, Any]:
     steps = Steps(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), num_steps)
     with torch.inference_mode():
         step = steps.decode(rows)
+<<<<<<< HEAD
         found = device_time(
             built, rows, step
         )  # now: a replay reads the inputs of the last step, and these are of its shape
+        rules = {name: steps.decode(rows, **params) / step for name, params in RULES.items()}
+=======
+        # Now: a replay reads the inputs of the last step, and these are of its shape.
+        found = device_time(built, rows, step)
         rules = {name: steps.decode(rows, **params) / step for name, params in _PARAMS.items()}
+>>>>>>> fp8
         longest = plan.memory.max_model_len - 4 * STEPS
         return found | {
             "rows": rows,

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-RULES = ("repetition penalty", "log-probabilities", "min_tokens", "top_k and top_p")  # steps.py says what they are
+STEPS = 100  # of each measurement of `steps.py`
+# What one row of a step asks for, beside greedy ones.
+RULES: Mapping[str, Mapping[str, Any]] = {
+    "repetition penalty": {"repetition_penalty": 1.05},
+    "log-probabilities": {"logprobs": 5},
+    "min_tokens": {"min_tokens": 4 * STEPS, "stop_token_ids": (2, 3)},
+    "top_k and top_p": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+}
 BEGIN, END = "<!-- table: python -m tools.hardware writes it -->", "<!-- end of the table -->"
 NOT_MEASURED = "not measured"
 
@@ -30,13 +37,8 @@ class Row:
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
 
     def cells(self) -> tuple[str, str, str]:
-        asked = (
-            ""
-            if self.least is None and self.most is None
-            else f"≥ {self.least:,g}"
-            if self.most is None
-            else f"≤ {self.most:,g}"
-        )
+        targets = (("≥", self.least), ("≤", self.most))
+        asked = next((f"{sign} {value:,g}" for sign, value in targets if value is not None), "")
         found = f"{self.value:,.4g}" if self.value is not None else self.why or NOT_MEASURED
         return f"{self.name} ({self.unit})", asked, found + {True: "", False: " **missed**", None: ""}[self.holds]
 
@@ -74,6 +76,9 @@ ASKED: tuple[Asked, ...] = (
     Asked("llama-8b BF16 decode ×1, of the copy bandwidth", "share", "llama-8b bf16", "decode ×1", "of read", least=0.75),
     Asked("llama-8b BF16 decode ×1", "tok/s", "llama-8b bf16", "decode ×1", "tok/s"),
     Asked("llama-8b int4 decode ×1", "tok/s", "llama-8b int4", "decode ×1", "tok/s"),
+    Asked("llama-8b FP8 decode ×1", "tok/s", "llama-8b fp8", "decode ×1", "tok/s"),
+    Asked("llama-8b FP8 prefill 8 × 2,048", "tok/s", "llama-8b fp8", "prefill 8 × 2048", "tok/s"),
+    Asked("llama-8b BF16 prefill 8 × 2,048", "tok/s", "llama-8b bf16", "prefill 8 × 2048", "tok/s"),
     Asked("bert-large BF16, 256 texts of 128, of the product rate", "share", "bert-large bf16", "×256 of 128", "of bf16",
           least=0.4),
     Asked("bert-large BF16, 256 texts of 128", "texts/s", "bert-large bf16", "×256 of 128", "samples/s"),

@@ -176,8 +176,8 @@ def _report(abouts: dict[str, dict[str, Any]], rates: Rates, threads: int, compl
         if of[names[0]]
     }
     for name, about in abouts.items():
-        held = f", {about['resident_bytes'] / 1e6:.0f} MB resident" if about.get("resident_bytes") else ""
-        print(f"{name}: {about['bytes_per_token'] / 1e6:.0f} MB of weights a token{held}; {about['about']}")
+        held, weights = about.get("resident_bytes", 0) / 1e6, about["bytes_per_token"] / 1e6
+        print(f"{name}: {weights:.0f} MB of weights a token, {held:.0f} MB resident; {about['about']}")
     for work, of_sides in ratios.items():
         for name, ratio in of_sides.items():
             beside = "" if name == names[0] else f"  {names[0]} is {ratio:.2f} times as fast"

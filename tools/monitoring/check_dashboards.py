@@ -92,9 +92,6 @@ class Prometheus:
         found = self.ask("query_range", query=expr, start=window.start, end=window.end, step=step)["result"]
         return [each for each in found if any(is_number(value) for _, value in each["values"])]
 
-    def is_known(self, metric: str, window: Window) -> bool:
-        return bool(self.ask("series", **{"match[]": metric}, start=window.start, end=window.end))
-
 
 def is_number(text: str) -> bool:
     return math.isfinite(float(text))
@@ -135,7 +132,10 @@ def substituted(text: str, filled: Mapping[str, str]) -> str:
 
 def excuse(prometheus: Prometheus, expr: str, window: Window) -> str | None:
     named = [name for name in MAY_BE_ABSENT if re.search(rf"\b{name}\b", expr)]
-    return next((MAY_BE_ABSENT[name] for name in named if not prometheus.is_known(name, window)), None)
+    times = {"start": window.start, "end": window.end}
+    return next(
+        (MAY_BE_ABSENT[name] for name in named if not prometheus.ask("series", **{"match[]": name}, **times)), None
+    )
 
 
 def check(prometheus: Prometheus, dashboard: Mapping[str, Any], window: Window) -> tuple[list[str], list[str]]:

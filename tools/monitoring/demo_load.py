@@ -23,25 +23,21 @@ def busy(servers: dict[str, str]) -> Iterator[None]:
     rounds = [partial(_answers, generate, number) for number in range(3)]
     rounds += [partial(_endings, generate), partial(_vectors, embed, 1), partial(_vectors, embed, 8)]
     # a moderate load: the machine must still answer queries
-    with _running(rounds, 0.02):
+    with running(rounds, 0.02):
         yield
 
 
 @contextmanager
-def steady(first: str, second: str, embed: str) -> Iterator[None]:
-    """Run clients with successful requests until the block ends: streams to two servers, texts to the third."""
-    rounds = [partial(_streams, first, number) for number in range(3)]
-    rounds += [partial(_streams, second, number) for number in range(2)]
-    rounds += [partial(_vectors, embed, 1), partial(_vectors, embed, 4)]
-    with _running(rounds, 0.5):  # three servers, their clients and Prometheus share this machine
-        yield
-
-
-@contextmanager
-def _running(rounds: list[Callable[[], None]], pause: float) -> Iterator[None]:
+def running(rounds: list[Callable[[], None]], pause: float) -> Iterator[None]:
     """Repeat each round in a thread of its own, with a pause of so many seconds after it."""
     stop = threading.Event()
-    threads = [threading.Thread(target=_again, args=(each, stop, pause)) for each in rounds]
+
+    def again(once: Callable[[], None]) -> None:
+        while not stop.is_set():
+            once()
+            stop.wait(pause)
+
+    threads = [threading.Thread(target=again, args=(each,)) for each in rounds]
     for thread in threads:
         thread.start()
     try:
@@ -52,12 +48,6 @@ def _running(rounds: list[Callable[[], None]], pause: float) -> Iterator[None]:
             thread.join()
 
 
-def _again(once: Callable[[], None], stop: threading.Event, pause: float) -> None:
-    while not stop.is_set():
-        once()
-        stop.wait(pause)
-
-
 def _answers(url: str, number: int) -> None:
     """Send streams with the same prompt, for prefix cache hits, and with repetitions, for speculation."""
     body = {"prompt": f"{STORY} {number}", "max_tokens": 24, "temperature": 0, "stream": True}
@@ -65,16 +55,6 @@ def _answers(url: str, number: int) -> None:
         for _ in told.iter_lines():
             pass
     httpx.post(f"{url}/generate", json={"prompt": "Hello", "max_tokens": 4}, timeout=TIMEOUT)
-
-
-def _streams(url: str, number: int) -> None:
-    """Send a stream with a prompt that shares its beginning with others, and a chat of a few tokens."""
-    body = {"prompt": f"{STORY} {number} {STORY}", "max_tokens": 32 + 16 * number, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT) as told:
-        for _ in told.iter_lines():
-            pass
-    chat = {"messages": [{"role": "user", "content": f"Hello {number}"}], "max_tokens": 16}
-    httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=TIMEOUT).raise_for_status()
 
 
 def _endings(url: str) -> None:

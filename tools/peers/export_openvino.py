@@ -1,8 +1,8 @@
-"""Export a BERT-like encoder for OpenVINO: `python -m tools.peers.export_openvino CHECKPOINT FOLDER --precision P`.
+"""Export a BERT-like encoder for OpenVINO in W8A8: `python -m tools.peers.export_openvino CHECKPOINT FOLDER`.
 
-`fp32` keeps the weights, and OpenVINO computes in BF16 where the processor supports it. `int8` has 8-bit weights.
-`w8a8` has 8-bit weights and activations, quantized by NNCF with texts of random ids, which is enough to measure speed
-but not quality. It runs in the peer's own environment.
+NNCF quantizes weights and activations to 8 bits with texts of random ids, which is enough to measure speed but not
+quality. It runs in the peer's own environment, where `optimum-cli export openvino --task feature-extraction` exports
+`--weight-format fp32` (computed in BF16 where the processor supports it) and `int8` (weights alone).
 """
 
 from __future__ import annotations
@@ -27,23 +27,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--precision", choices=("fp32", "int8", "w8a8"), default="fp32")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as exported:
         main_export(str(arguments.checkpoint), exported, task="feature-extraction", ov_config=None)
         model = openvino.Core().read_model(Path(exported) / MODEL)
         arguments.folder.mkdir(parents=True, exist_ok=True)
-        openvino.save_model(_rounded(model, arguments.precision), arguments.folder / MODEL, compress_to_fp16=False)
+        openvino.save_model(_quantized(model), arguments.folder / MODEL, compress_to_fp16=False)
 
 
-def _rounded(model: Any, precision: str) -> Any:
-    if precision == "int8":
-        return nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
-    if precision == "w8a8":
-        names = [port.get_any_name() for port in model.inputs]
-        texts = nncf.Dataset([_text(seed, names) for seed in range(CALIBRATION_TEXTS)])
-        return nncf.quantize(model, texts, model_type=nncf.ModelType.TRANSFORMER, subset_size=CALIBRATION_TEXTS)
-    return model
+def _quantized(model: Any) -> Any:
+    names = [port.get_any_name() for port in model.inputs]
+    texts = nncf.Dataset([_text(seed, names) for seed in range(CALIBRATION_TEXTS)])
+    return nncf.quantize(model, texts, model_type=nncf.ModelType.TRANSFORMER, subset_size=CALIBRATION_TEXTS)
 
 
 def _text(seed: int, names: list[str]) -> dict[str, Any]:

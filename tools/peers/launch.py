@@ -22,9 +22,14 @@ def main() -> None:
     divide = words.index("--")
     for file in words[1:divide:2]:
         Path(file).write_text(str(os.getpid()))
+    die_with_parent()
+    os.execvp(words[divide + 1], words[divide + 1 :])
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process with its parent, since a stopped process would not notice. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.execvp(words[divide + 1], words[divide + 1 :])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ default.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -105,9 +104,5 @@ class Context:
         for at in range(batch.n_tokens):
             if batch.logits[at]:
                 logits = api.llama_get_logits_ith(self._context, at)
-                rows[batch.seq_id[at][0]].append(int(_array(logits, self._vocab_size).argmax()))
+                rows[batch.seq_id[at][0]].append(int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax()))
         batch.n_tokens = 0
-
-
-def _array(pointer: ctypes._Pointer[ctypes.c_float], size: int) -> np.ndarray:
-    return np.ctypeslib.as_array(pointer, (size,))

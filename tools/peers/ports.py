@@ -1,8 +1,9 @@
-"""Free ports of loopback."""
+"""Ports of loopback: free ones, and whether a server answers."""
 
 from __future__ import annotations
 
 import socket
+import urllib.request
 
 
 def free_port() -> int:
@@ -18,3 +19,12 @@ def free_ports(count: int) -> list[int]:
     for probe in probes:
         probe.close()
     return ports
+
+
+def is_answered(url: str) -> bool:
+    """Return True if a GET succeeds; False also for a status of 400 or more."""
+    try:
+        with urllib.request.urlopen(url, timeout=30):
+            return True
+    except OSError:
+        return False

@@ -50,17 +50,8 @@ class Residual(nn.Module):
 def resnet18() -> nn.Module:
     """ResNet-18 (He et al., 2015)."""
     stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    sizes = [
-        (64, 64, 1),
-        (64, 64, 1),
-        (64, 128, 2),
-        (128, 128, 1),
-        (128, 256, 2),
-        (256, 256, 1),
-        (256, 512, 2),
-        (512, 512, 1),
-    ]
-    blocks = [Residual(*each) for each in sizes]
+    levels = ((64, 64), (64, 128), (128, 256), (256, 512))
+    blocks = [Residual(*each) for one, two in levels for each in ((one, two, 1 + (one < two)), (two, two, 1))]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
 
 
@@ -189,14 +180,8 @@ def _ours(path: Path, threads: int, engine: str) -> Callable[[tuple[Tensor, ...]
 
 
 def _torch(model: nn.Module) -> Callable[[tuple[Tensor, ...]], Step]:
-    def step(inputs: tuple[Tensor, ...]) -> Step:
-        def run() -> object:
-            with torch.inference_mode():
-                return model(*inputs)
-
-        return run
-
-    return step
+    forward = torch.inference_mode()(model.forward)
+    return lambda inputs: lambda: forward(*inputs)
 
 
 def _onnxruntime(path: Path, threads: int) -> Callable[[tuple[Tensor, ...]], Step]:

@@ -18,7 +18,6 @@ class Quota:
     """A control group with a quota. A process joins it by writing its id to `procs`."""
 
     folder: Path
-    version: int
 
     @classmethod
     def make(cls, name: str, cores: float, cgroups: Path = CGROUPS) -> Quota:
@@ -34,16 +33,11 @@ class Quota:
                 (folder / "cpu.max").write_text(f"{microseconds} {PERIOD_MICROSECONDS}")
         except OSError as error:
             raise SystemExit(f"cannot create a control group with a quota: {error}") from None
-        return cls(folder, version)
+        return cls(folder)
 
     @property
     def procs(self) -> Path:
         return self.folder / "cgroup.procs"
-
-    def throttled_seconds(self) -> float:
-        """Return the time that runnable threads were stopped so far, in seconds added over CPUs."""
-        counts = dict(line.split() for line in (self.folder / "cpu.stat").read_text().splitlines())
-        return int(counts["throttled_time"]) / 1e9 if self.version == 1 else int(counts["throttled_usec"]) / 1e6
 
     def remove(self) -> None:
         """Remove the group after its processes have ended, which the kernel may notice late."""

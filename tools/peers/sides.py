@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from armature_bench.http.process import resident_bytes
 from tools.peers.turns import MARK, Taken, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,14 +94,8 @@ class Side:
         finally:
             self._signal(signal.SIGSTOP)
 
-    def resident_bytes(self) -> int | None:
-        """Return the resident bytes, including mapped files; None where /proc is missing."""
-        status = Path(f"/proc/{self._process.pid}/status")
-        if not status.exists():
-            return None
-        return next(
-            (1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS:")), None
-        )
+    def resident_bytes(self) -> int:
+        return resident_bytes(self._process.pid)
 
     def end(self) -> None:
         self._signal(signal.SIGKILL)

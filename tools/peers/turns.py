@@ -8,23 +8,22 @@ them from what a library prints.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import json
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from tools.peers.launch import die_with_parent
+
 MARK = "TURN "
 # Rows that were prefilled first already decode during the prefill of the last. No row may end before all decode
 # together.
 AHEAD_TOKENS = 24
 CHECKED_TOKENS = 8  # first tokens of each row that are reported, to compare the sides
-PR_SET_PDEATHSIG = 1
 
 Rows = list[list[int]]  # token ids of each row of a batch
 # From prompts and a number of tokens to the tokens of each row so far: before anything is computed, and after each
@@ -68,7 +67,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE")
     arguments = parser.parse_args()
-    _die_with_parent()
+    die_with_parent()
     start = time.perf_counter()
     options = dict(option.split("=", 1) for option in arguments.option)
     load: Callable[[Path, int, dict[str, str]], Peer] = importlib.import_module(f"tools.peers.{arguments.kind}").load
@@ -122,12 +121,6 @@ def timed(steps: Iterable[Rows], wanted: int, whole: int, clock: Callable[[], fl
 
 def _say(values: dict[str, object]) -> None:
     print(f"\n{MARK}{json.dumps(values)}", flush=True)
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to end this process with its parent, since a stopped process would not notice. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ import os
 import platform as host_platform
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
 from typing import Any
+
+import httpx
 
 LABEL = f"armature.proof={os.getpid()}"
 # The options of Kubernetes' restricted pod security standard, and a read-only root file system.
@@ -127,24 +127,16 @@ class Container:
     def status(self, path: str) -> int | None:
         """Return the status code of a GET, or None without an answer."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=30) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
-        except OSError:
+            return httpx.get(self.url + path, timeout=30).status_code
+        except httpx.TransportError:
             return None
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            body = answer.read().decode()
-        return json.loads(body) if "json" in answer.headers.get("content-type", "") else body
+        answer = httpx.get(self.url + path, timeout=60).raise_for_status()
+        return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
 
     def post(self, path: str, body: Any, seconds: float = 600.0) -> Any:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            return json.loads(answer.read())
+        return httpx.post(self.url + path, json=body, timeout=seconds).raise_for_status().json()
 
     def wait(self, seconds: float) -> int:
         return int(docker("wait", self.name, seconds=seconds).stdout)

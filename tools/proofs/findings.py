@@ -146,7 +146,10 @@ def _section(section: Section) -> Iterator[str]:
     older = f" {OLDER}" if findings.code != code_digest(section.code) else ""
     yield f"{findings.began}, {findings.seconds:.0f} s{on}.{older}\n"
     if findings.checks:
-        yield from _rows(("check", "", "found", "wanted"), [_cells(check) for check in findings.checks])
+        cells = [
+            (each.name, "yes" if each.passed else "**failed**", each.found, each.wanted) for each in findings.checks
+        ]
+        yield from _rows(("check", "", "found", "wanted"), cells)
         yield ""
     for table in findings.tables:
         yield from _table(table)
@@ -154,10 +157,6 @@ def _section(section: Section) -> Iterator[str]:
         yield f"{note}\n"
     for skipped in findings.skipped:
         yield f"*Not tried:* {skipped}\n"
-
-
-def _cells(check: Check) -> tuple[str, ...]:
-    return check.name, "yes" if check.passed else "**failed**", check.found, check.wanted
 
 
 def _table(table: Table) -> Iterator[str]:

@@ -14,6 +14,7 @@ from tools.proofs.findings import Findings
 DEMO = Path(__file__).resolve().parents[2] / "app" / "demo" / "llama"
 WEIGHTS = "model.safetensors"
 CACHE = "/var/cache/armature"
+SMALL_CACHE = (f"--tmpfs={CACHE}:size=64k,uid=10001",)  # a file system that is too small for any cache
 MOST_BYTES = 4096  # the part of a termination message that Kubernetes reads
 END_SECONDS = 120.0
 OPERATORS = 2  # exit status of errors that the operator can correct
@@ -34,7 +35,7 @@ def cases(big_model: Path | None) -> list[Case]:
     """Return the cases. `big_model` does not fit into `SMALL_MEMORY`; without it that case is omitted."""
     found = [
         Case("no model volume", ("/models/model",), lambda folder: _model_at(None)),
-        Case("an empty model volume", ("/models/model",), lambda folder: _model_at(_empty(folder))),
+        Case("an empty model volume", ("/models/model",), lambda folder: _model_at(folder)),
         Case("half-copied weights", (WEIGHTS,), lambda folder: _model_at(_half(folder))),
         Case("a copy under way", ("incomplete",), lambda folder: _model_at(_under_way(folder))),
         Case("a large-file pointer in place of weights", ("pointer",), lambda folder: _model_at(_pointer(folder))),
@@ -44,11 +45,17 @@ def cases(big_model: Path | None) -> list[Case]:
         Case(
             "a cache volume that is read-only",
             ("Read-only file system",),
-            _read_only_cache,
+            lambda folder: (f"--volume={folder}:{CACHE}:ro",),
             ("--precision", "int4"),
             serves=True,
         ),
-        Case("a cache volume that is full", ("No space left",), _full_cache, ("--precision", "int4"), serves=True),
+        Case(
+            "a cache volume that is full",
+            ("No space left",),
+            lambda folder: SMALL_CACHE,
+            ("--precision", "int4"),
+            serves=True,
+        ),
     ]
     if big_model is not None:
         memory = ("--memory=256m", "--memory-swap=256m")
@@ -128,10 +135,6 @@ def _open(folder: Path) -> Path:
     return folder
 
 
-def _empty(folder: Path) -> Path:
-    return folder
-
-
 def _copied(folder: Path) -> Path:
     shutil.copytree(DEMO, folder, dirs_exist_ok=True)
     return folder
@@ -163,12 +166,3 @@ def _unreadable(folder: Path) -> Path:
 def _empty_keys(folder: Path) -> tuple[str, ...]:
     (folder / "keys").touch()
     return (f"--volume={folder}:/keys:ro",)
-
-
-def _read_only_cache(folder: Path) -> tuple[str, ...]:
-    return (f"--volume={folder}:{CACHE}:ro",)
-
-
-def _full_cache(folder: Path) -> tuple[str, ...]:
-    """Mount a file system that is too small for any cache."""
-    return (f"--tmpfs={CACHE}:size=64k,uid=10001",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import tempfile
@@ -10,7 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from armature_kernels.linear.torchao_config import EXAMPLE, INT8_REFERENCE, KLEIDI_INT4
 from tools.proofs.containers import Container, Image, docker
@@ -154,13 +154,10 @@ def _tokens_for(server: Container, seconds: float) -> int:
 
 
 def _events(server: Container, body: Any) -> Iterator[dict[str, Any]]:
-    address = urlsplit(server.url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=DRAIN_SECONDS)
-    connection.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
-    for line in connection.getresponse():
-        if line.startswith(b"data: {"):
-            yield json.loads(line[len(b"data: ") :])
-    connection.close()
+    with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=DRAIN_SECONDS) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
 
 
 def _embeds(findings: Findings, server: Container) -> list[float]:

@@ -7,17 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from tools.peers.ports import free_port
+from tools.peers.ports import free_port, is_answered
 from tools.peers.quota import Quota
-from tools.peers.sides import ROOT
 from tools.proofs.containers import POLL_SECONDS, Container, Image
-from tools.proofs.findings import Findings
+from tools.proofs.findings import ROOT, Findings
 
 MOST_LATER = 1.0  # seconds by which a container may be slower than the bare process
 CORES = 2.0
@@ -75,7 +71,7 @@ def _bare(python: str, cache: Path) -> float:
     began = time.perf_counter()
     process = subprocess.Popen([*launch, *serve], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        while not _is_ready(port):
+        while not is_answered(f"http://127.0.0.1:{port}/readyz"):
             if process.poll() is not None or time.perf_counter() - began > BARE_SECONDS:
                 raise RuntimeError(f"the bare process is not ready after {time.perf_counter() - began:.0f} s")
             time.sleep(POLL_SECONDS)
@@ -84,9 +80,3 @@ def _bare(python: str, cache: Path) -> float:
         process.kill()
         process.wait()
         quota.remove()
-
-
-def _is_ready(port: int) -> bool:
-    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=30) as answer:
-        return bool(answer.status == 200)
-    return False

@@ -101,7 +101,6 @@ class CpuDecoderRunner(RunsAtOnce):
         return isinstance(self.model, DecoderReplay) and self.model.is_native
 
     def run(self, batch: Batch) -> list[SampledTokens]:
-        """Compute a batch and return the samples of each row that samples, in order of spans and positions."""
         with torch.inference_mode():
             self.kv_cache.copy_states(batch.state_copies)
             self.kv_cache.move(batch.copies, batch.released)

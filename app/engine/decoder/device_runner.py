@@ -104,7 +104,6 @@ class PagedAttention:
     blocks: abc.Sequence[BlockRow] = ()
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
-        """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
         kv = self.kv_cache.layers[layer].heads_of(heads)
         query = apply_rope_and_write_kv(heads, kv, self.kv_rows)
         mixed = self.backend.attention(query, kv, self.step, spec)
@@ -307,7 +306,6 @@ class _StepTask:
 
     @property
     def bounds(self) -> StepBounds:
-        """The bounds of an eager step."""
         if self.inputs is None:
             bounds = StepBounds.of(self.pieces)
         else:

@@ -228,7 +228,6 @@ class PagedKvCache:
             block[layer].copy_(memory.index_select(0, read))
 
     def write_block(self, rows: Tensor, slot: int, start: int, first: int, end: int) -> None:
-        """Store the tokens of positions `[first, end)` of `rows`, whose first token has position `start`, in a slot."""
         block = rows.view(self.shape.num_layers, -1, self.token_bytes)[:, first - start : end - start]
         written = torch.tensor(self._pages.own_rows(slot, first, end, allocate=True)).to(self.tables.device)
         for memory, part in zip(self._memory, block, strict=True):

@@ -170,7 +170,6 @@ def _follow(runner: DeviceDecoderRunner, message: RankMessage) -> None:
 
 
 def all_ranks_agree(value: bool, device: torch.device) -> bool:
-    """Return True if it is True on all ranks."""
     least = torch.tensor(int(value), device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return bool(least)

@@ -22,6 +22,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from app.engine.picture_files import picture_size, read_picture
 from app.engine.transformers.build import import_library
+from app.engine.transformers.loading import first_line
 from app.engine.transformers.picture_processors import PROCESSORS
 from app.engine.transformers.tower_kernels import use_kernels
 from app.errors import InvalidRequest, UnsupportedParameter
@@ -91,7 +92,7 @@ class PictureTower:
         except _LIBRARY_ERRORS as error:
             raise UnsupportedParameter(
                 f"Pictures cannot be read: transformers {transformers.__version__} cannot load this checkpoint's part"
-                f" for them: {_first_line(error)}",
+                f" for them: {first_line(error)}",
                 field="messages",
             ) from error
         self._model: Any = model.model
@@ -160,7 +161,7 @@ class PictureTower:
         except _LIBRARY_ERRORS as error:
             size = f"{pictures[0].width} x {pictures[0].height}"
             raise InvalidRequest(
-                f"{field}, of {size} pixels, is none for this model: {_first_line(error)}", field
+                f"{field}, of {size} pixels, is none for this model: {first_line(error)}", field
             ) from error
         with torch.inference_mode():
             found = self._inputs_of_texts(inputs)
@@ -300,7 +301,3 @@ def check_missing(info: Mapping[str, Any], unused: tuple[str, ...] = ()) -> None
     found = (name for name in info["missing_keys"] if not any(text in name for text in texts))
     if missing := sorted(name for name in found if not name.startswith(unused)):
         raise ValueError(f"the weights {', '.join(missing[:5])} are missing")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

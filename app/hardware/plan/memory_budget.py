@@ -328,6 +328,7 @@ class DeviceMemory:
     overhead_bytes: int
     overhead_name: str
     host_note: str
+    capability: tuple[int, int] | None = None  # of an NVIDIA GPU
 
     @property
     def slack_bytes(self) -> int:
@@ -351,6 +352,7 @@ def find_device_memory(facts: Facts, settings: Settings, kind: str, gpu: CudaDev
             taken + HOST_BYTES,
             "the process, the driver's context, captured steps",
             "Host and GPU share one memory.",
+            gpu.capability,
         )
     if facts.usable_bytes < HOST_BYTES:
         raise PlanImpossible(
@@ -369,6 +371,7 @@ def find_device_memory(facts: Facts, settings: Settings, kind: str, gpu: CudaDev
         taken,
         "the driver's context, captured steps",
         f"The host only maps the files; the process takes about {format_bytes(HOST_BYTES)} of its {format_bytes(facts.usable_bytes)}.",
+        gpu.capability,
     )
 
 

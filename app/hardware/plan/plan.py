@@ -397,7 +397,6 @@ class ServingPlan:
         return {name: decision for part in vars(self).values() for name, decision in part.decisions.items()}
 
     def changed(self, **values: Any) -> ServingPlan:
-        """Return a copy with other values, for the same reasons."""
         unknown = values.keys() - self.decisions.keys()
         assert not unknown, f"the plan does not decide {', '.join(unknown)}"
         return ServingPlan(

@@ -20,6 +20,7 @@ from app.hardware.plan.memory_budget import (
     MIN_BATCH_TOKENS,
     USEFUL_SEQS,
     USEFUL_TOKENS,
+    DeviceMemory,
     MemoryBudget,
     MemoryDemand,
     memory_budget,
@@ -37,6 +38,7 @@ from app.hardware.plan.precision import (
 from app.hardware.plan.speed import TrialTiming, TrialTimings, format_rate
 from app.hardware.probe.software import TORCH_KERNELS, WIDENING_LEVELS
 from app.settings import Settings
+from armature_kernels.linear.layout import MAX_CODE_ROWS, MIN_FP8_CAPABILITY
 from armature_kernels.linear.torchao_config import is_torchao
 
 MIN_COPY_GAIN = 1.1  # least ratio of prompt rates that justifies one more byte for each weight
@@ -125,20 +127,25 @@ def _with_stored_type(candidates: PrecisionCandidates, chosen: Decision[str]) ->
     stored = candidates.needs.stored_quantization if candidates.needs else ""
     if not stored:
         return chosen
-    is_rounded = chosen.value in precision.QUANTIZED_PRECISIONS and not _keeps_codes(candidates, chosen.value)
+    is_rounded = chosen.value in (*QUANTIZED_PRECISIONS, "fp8") and chosen.value != _kept_precision(candidates)
     how = "; their values are computed and rounded again" if is_rounded else ""
     return Decision(chosen.value, f"{chosen.reason} The checkpoint's weights are {stored}{how}.")
 
 
-def _keeps_codes(candidates: PrecisionCandidates, name: str) -> bool:
-    is_native = candidates.kind == "cpu" and candidates.level != TORCH_KERNELS
-    return is_native and candidates.needs is not None and name == candidates.needs.codes_precision != ""
+def _kept_precision(candidates: PrecisionCandidates) -> str:
+    """Return the precision in which this device keeps the codes of the checkpoint; empty if it does not."""
+    needs = candidates.needs
+    if needs is None or (candidates.kind == "cpu" and candidates.level == TORCH_KERNELS):
+        return ""
+    return {"cpu": needs.codes_precision, "cuda": "fp8" if needs.keeps_fp8 else ""}.get(candidates.kind, "")
 
 
 def _codes_precision(candidates: PrecisionCandidates) -> Decision[str] | None:
-    name = candidates.needs.codes_precision if candidates.needs else ""
-    if not _keeps_codes(candidates, name) or name not in candidates.available or not candidates.settings.quality_budget:
+    name = _kept_precision(candidates)
+    if not name or name not in candidates.available or not candidates.settings.quality_budget:
         return None
+    if name == "fp8":
+        return Decision(name, "It keeps the codes and scales of the checkpoint as they are.")
     return Decision(
         name, "It keeps the codes of the checkpoint, and rounds types without an equal form more finely than they are."
     )
@@ -218,6 +225,8 @@ def decide_dtype(candidates: PrecisionCandidates, chosen: str) -> Decision[Dtype
     if is_torchao(chosen):
         exact: Mapping[str, Dtype] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
         return Decision(exact[unquantized_precision(facts, kind)], "The dtype of weights that are not quantized.")
+    if chosen == "fp8":
+        return Decision("bfloat16", _fp8_products(candidates.device))
     if chosen in QUANTIZED_PRECISIONS and kind != "cpu":
         name: Dtype = "float16" if unquantized_precision(facts, kind) == "fp16" else "bfloat16"
         return Decision(name, "Weights are dequantized to it for products; sums are accumulated in FP32.")
@@ -230,6 +239,16 @@ def decide_dtype(candidates: PrecisionCandidates, chosen: str) -> Decision[Dtype
             )
         return Decision("bfloat16", f"{products}; between products rows are BF16{needless}.")
     return Decision("bfloat16", "The dtype of the weights; sums are accumulated in FP32.")
+
+
+def _fp8_products(device: DeviceMemory | None) -> str:
+    multiplies = device is not None and device.capability is not None and device.capability >= MIN_FP8_CAPABILITY
+    many = (
+        "more are quantized to FP8 too if a weight has one scale for each output, else it is dequantized for them"
+        if multiplies
+        else "for more, weights are dequantized, since products of FP8 need compute capability 8.9"
+    )
+    return f"Up to {MAX_CODE_ROWS} rows are multiplied in BF16 by weights in FP8; {many}."
 
 
 def _is_mostly_experts(needs: Needs | None) -> bool:

@@ -113,7 +113,6 @@ class AltUpLayer(nn.Module):
         self.gated_norm = Norm(f"{at}.post_feedforward_layernorm", size, norm, gain=1 / _ROOT_HALF)
 
     def forward(self, states: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
-        """Run the layer on states [tokens, width], overwritten; `rows` are needed after it (None: all)."""
         self.mixer.predict(states)
         mixed = self.attention(self.attention_norm(states[:, : self.size]), angles, attend)
         if rows is not None:

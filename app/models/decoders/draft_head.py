@@ -78,13 +78,11 @@ class AssistantHead(nn.Module):
         self.served_norm.weight = nn.Parameter(weight.clone(), requires_grad=False)
 
     def inputs(self, hidden: Tensor, is_own: bool) -> Tensor:
-        """Return what `hidden` reads, FP32, of hidden states before the last norm: the model's, or the head's own."""
         rows: Tensor
         rows = self.last(read_by(self.last, self.norm(hidden))).float() if is_own else self.served_norm(hidden)
         return rows
 
     def hidden(self, context: StepContext) -> Tensor:
-        """Compute hidden states FP32 [rows, size] before the last norm; `vectors` of the context has all `inputs`."""
         assert context.vectors is not None, "the head reads hidden states"
         parts = self.embedding(context.token_ids), context.vectors.values
         rows: Tensor = self.first(read_by(self.first, torch.cat(parts, 1))).float()
@@ -93,7 +91,6 @@ class AssistantHead(nn.Module):
         return rows
 
     def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
-        """Return the logits [rows, vocab] of hidden states before the last norm, or the top ones of each row."""
         rows = read_by(self.output, self.norm(hidden))
         best = None if wanted is None else self.output.top_logits(rows, wanted, None)
         logits: Tensor | TopLogits = self.output(rows) if best is None else best

@@ -62,9 +62,9 @@ def sparse_layers(config: ConfigReader, fields: Fields) -> tuple[bool, ...]:
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(fields["num_layers"]))
 
 
-def _routing(config: ConfigReader, number: str, count: int, top_k: int, renormalize: bool = False) -> Routing:
+def _routing(config: ConfigReader, count: int, top_k: int, renormalize: bool = False) -> Routing:
     return Routing(
-        config.integer(number, count),
+        config.integer("num_experts", count),
         config.integer("num_experts_per_tok", top_k),
         renormalize=config.boolean("norm_topk_prob", renormalize),
     )
@@ -72,7 +72,7 @@ def _routing(config: ConfigReader, number: str, count: int, top_k: int, renormal
 
 def mixtral(config: ConfigReader, fields: Fields) -> Fields:
     routing = Routing(config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2))
-    return checked_experts(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+    return _of_inner_size(config, fields, routing)
 
 
 def phimoe(config: ConfigReader, fields: Fields) -> Fields:
@@ -80,8 +80,7 @@ def phimoe(config: ConfigReader, fields: Fields) -> Fields:
     refuse(config, "num_experts_per_tok", 2, "another number of experts of each token than two")
     jitter = config.number("router_jitter_noise", 0.01)
     routing = Routing(config.integer("num_local_experts", 16), 2, "sparsemixer", renormalize=False, jitter=jitter)
-    experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields))
-    return {**checked_experts(config, experts), "logits_bias": config.boolean("lm_head_bias", False)}
+    return {**_of_inner_size(config, fields, routing), "logits_bias": config.boolean("lm_head_bias", False)}
 
 
 def granite_moe(config: ConfigReader, fields: Fields) -> Fields:
@@ -98,14 +97,18 @@ def granite_moe_swa(config: ConfigReader, fields: Fields) -> Fields:
 
 def olmoe(config: ConfigReader, fields: Fields) -> Fields:
     refuse(config, "clip_qkv", None, "clipping queries, keys and values")
-    routing = _routing(config, "num_experts", 64, 8)
+    return _of_inner_size(config, fields, _routing(config, 64, 8))
+
+
+def _of_inner_size(config: ConfigReader, fields: Fields, routing: Routing) -> Fields:
+    """Return experts of the size of an MLP in every layer."""
     return checked_experts(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
 
 
 def qwen2_moe(config: ConfigReader, fields: Fields) -> Fields:
     """Read the experts of Qwen 1.5 and 2, with a gated shared expert, and the biases of attention."""
     experts = ExpertsConfig(
-        _routing(config, "num_experts", 60, 4),
+        _routing(config, 60, 4),
         config.integer("moe_intermediate_size", 1408),
         sparse_layers(config, fields),
         shared_size=config.integer("shared_expert_intermediate_size", 5632),
@@ -116,7 +119,7 @@ def qwen2_moe(config: ConfigReader, fields: Fields) -> Fields:
 
 def qwen3_moe(config: ConfigReader, fields: Fields) -> Fields:
     size = config.integer("moe_intermediate_size", 768)
-    routing = _routing(config, "num_experts", 128, 8)
+    routing = _routing(config, 128, 8)
     return checked_experts(config, ExpertsConfig(routing, size, sparse_layers(config, fields)))
 
 
@@ -153,16 +156,16 @@ def minimax_m2(config: ConfigReader, fields: Fields) -> Fields:
 
 def hunyuan_moe(config: ConfigReader, fields: Fields) -> Fields:
     """Read the experts of Hunyuan, whose numbers may be lists with one value for each layer."""
-    count, top_k = _same_everywhere(config, "num_experts", 1), _same_everywhere(config, "moe_topk", 1)
+    count, top_k = _same_everywhere(config, "num_experts"), _same_everywhere(config, "moe_topk")
     experts = ExpertsConfig(
         Routing(count, top_k), fields["intermediate_size"], _everywhere(fields), shared_size=fields["intermediate_size"]
     )
     return {**checked_experts(config, experts), **hunyuan(config, fields)}
 
 
-def _same_everywhere(config: ConfigReader, name: str, default: int) -> int:
+def _same_everywhere(config: ConfigReader, name: str) -> int:
     if not isinstance(config.values.get(name), list):
-        return config.integer(name, default)
+        return config.integer(name, 1)
     numbers = set(config.integers(name))
     if len(numbers) != 1:
         raise CheckpointInvalid(f"{config.where}: {name} differs between layers, which is not offered.")
@@ -199,40 +202,38 @@ def _experts_after(config: ConfigReader, fields: Fields, dense: int) -> tuple[bo
     return tuple(layer >= first for layer in range(fields["num_layers"]))
 
 
+def _beside_shared(
+    config: ConfigReader,
+    routing: Routing,
+    layers: tuple[bool, ...],
+    size: int,
+    shared: tuple[str, int] = ("n_shared_experts", 1),
+    selection_bias: bool = True,
+) -> Fields:
+    """Read experts of one size beside shared ones; `size` and the number in `shared` are defaults."""
+    size = config.integer("moe_intermediate_size", size)
+    shared_size = size * config.integer(*shared, at_least=0)
+    experts = ExpertsConfig(routing, size, layers, shared_size=shared_size, selection_bias=selection_bias)
+    return checked_experts(config, experts)
+
+
 def ernie_moe(config: ConfigReader, fields: Fields) -> Fields:
     """Read the experts of Ernie 4.5, which are in every so many layers of a range of them."""
     refuse(config, "use_bias", False, "a bias in products around experts that have none")
-    size = config.integer("moe_intermediate_size", 1536)
-    routing = Routing(
-        config.integer("moe_num_experts", 64),
-        config.integer("moe_k", 6),
-        epsilon=config.number("moe_norm_min", 1e-12),
-    )
+    count, top_k = config.integer("moe_num_experts", 64), config.integer("moe_k", 6)
+    routing = Routing(count, top_k, epsilon=config.number("moe_norm_min", 1e-12))
     count, step = fields["num_layers"], config.integer("moe_layer_interval", 1)
     first, last = config.integer("moe_layer_start_index", 1, at_least=0), config.values.get("moe_layer_end_index", -1)
     last = count - 1 if last in (-1, None) else config.integer("moe_layer_end_index", at_least=0)
-    experts = ExpertsConfig(
-        routing,
-        size,
-        tuple((layer + 1) % step == 0 and first <= layer <= last for layer in range(count)),
-        shared_size=size * config.integer("moe_num_shared_experts", 2, at_least=0),
-        selection_bias=True,
-    )
-    return checked_experts(config, experts)
+    layers = tuple((layer + 1) % step == 0 and first <= layer <= last for layer in range(count))
+    return _beside_shared(config, routing, layers, 1536, ("moe_num_shared_experts", 2))
 
 
 def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
     """Read the experts of GLM 4.5, which begin after some dense layers, and the norms of queries and keys."""
-    size = config.integer("moe_intermediate_size", 1408)
-    experts = ExpertsConfig(
-        _sigmoid_routing(config, 128, 8, 1.0),
-        size,
-        _experts_after(config, fields, 1),
-        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
-        selection_bias=True,
-    )
+    routing, layers = _sigmoid_routing(config, 128, 8, 1.0), _experts_after(config, fields, 1)
     norms = {} if config.boolean("use_qk_norm", False) else {"head_norm": None}
-    return {**checked_experts(config, experts), **norms}
+    return {**_beside_shared(config, routing, layers, 1408), **norms}
 
 
 def lfm2_moe(config: ConfigReader, fields: Fields) -> Fields:
@@ -257,15 +258,11 @@ def lfm2_moe(config: ConfigReader, fields: Fields) -> Fields:
 
 def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
     """Read latent attention and the experts of DeepSeek-V2, whose weights are not divided by their sum."""
-    refuse(
-        config,
-        "norm_topk_prob",
-        False,
-        "dividing the weights of experts by their sum, which implementations do differently,",
-    )
+    reason = "dividing the weights of experts by their sum, which implementations do differently,"
+    refuse(config, "norm_topk_prob", False, reason)
     refuse(config, "scoring_func", "softmax", "another score of experts than softmax")
     refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")
-    size, method = config.integer("moe_intermediate_size", 1407), config.text("topk_method", "greedy")
+    method = config.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise CheckpointInvalid(
             f"{config.where}: topk_method {method!r} is not known; known are greedy and group_limited_greedy."
@@ -279,40 +276,28 @@ def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
         num_groups=config.integer("n_group") if has_groups else 1,
         top_groups=config.integer("topk_group") if has_groups else 1,
     )
-    shared = size * config.integer("n_shared_experts", 2, at_least=0)
-    experts = ExpertsConfig(routing, size, _experts_after(config, fields, 0), shared)
-    return {**checked_experts(config, experts), **latent(config, fields, LATENT)}
+    layers = _experts_after(config, fields, 0)
+    experts = _beside_shared(config, routing, layers, 1407, ("n_shared_experts", 2), selection_bias=False)
+    return {**experts, **latent(config, fields, LATENT)}
 
 
 def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
     refuse(config, "scoring_func", "sigmoid", "another score of experts than sigmoid")
     refuse(config, "topk_method", "noaux_tc", "another selection of experts than noaux_tc")
     refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")
-    size = config.integer("moe_intermediate_size", 2048)
-    experts = ExpertsConfig(
-        _sigmoid_routing(config, 256, 8, 2.5, groups=(8, 4)),
-        size,
-        _experts_after(config, fields, 3),
-        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
-        selection_bias=True,
-    )
-    return {**checked_experts(config, experts), **latent(config, fields, LATENT)}
+    routing = _sigmoid_routing(config, 256, 8, 2.5, groups=(8, 4))
+    experts = _beside_shared(config, routing, _experts_after(config, fields, 3), 2048)
+    return {**experts, **latent(config, fields, LATENT)}
 
 
 def mistral4(config: ConfigReader, fields: Fields) -> Fields:
     """Read latent attention and the experts of Mistral 4, whose `head_dim` is the size of a whole head."""
-    size, rotated = config.integer("moe_intermediate_size", 2048), config.integer("qk_rope_head_dim", 64)
+    rotated = config.integer("qk_rope_head_dim", 64)
     routing = replace(_sigmoid_routing(config, 128, 4, 1.0), scoring="softmax")
-    experts = ExpertsConfig(
-        routing,
-        size,
-        _experts_after(config, fields, 0),
-        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
-    )
     ropes = tuple(replace(rope, dim=rotated) for rope in fields["ropes"])
     sizes = LatentDefaults(plain=64, rank=256, query_rank=1024)
     return {
-        **checked_experts(config, experts),
+        **_beside_shared(config, routing, _experts_after(config, fields, 0), 2048, selection_bias=False),
         **ministral3(config, fields),
         "ropes": ropes,
         **latent(config, {**fields, "head_dim": rotated, "ropes": ropes}, sizes),
@@ -320,74 +305,35 @@ def mistral4(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:
-    """Read latent attention and the experts of GLM 4.7 Flash."""
-    size = config.integer("moe_intermediate_size", 1536)
-    experts = ExpertsConfig(
-        _sigmoid_routing(config, 64, 4, 1.8),
-        size,
-        _experts_after(config, fields, 1),
-        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
-        selection_bias=True,
-    )
-    sizes = LatentDefaults(plain=192, value=256, query_rank=768)
-    return {**checked_experts(config, experts), **latent(config, fields, sizes)}
+    experts = _beside_shared(config, _sigmoid_routing(config, 64, 4, 1.8), _experts_after(config, fields, 1), 1536)
+    return {**experts, **latent(config, fields, LatentDefaults(plain=192, value=256, query_rank=768))}
 
 
 def dots1(config: ConfigReader, fields: Fields) -> Fields:
-    size = config.integer("moe_intermediate_size", 1408)
-    experts = ExpertsConfig(
-        _sigmoid_routing(config, 128, 6, 1.0, renormalize=False),
-        size,
-        _experts_after(config, fields, 0),
-        shared_size=size * config.integer("n_shared_experts", 2, at_least=0),
-        selection_bias=True,
-    )
-    return checked_experts(config, experts)
+    routing = _sigmoid_routing(config, 128, 6, 1.0, renormalize=False)
+    return _beside_shared(config, routing, _experts_after(config, fields, 0), 1408, ("n_shared_experts", 2))
 
 
 def solar_open(config: ConfigReader, fields: Fields) -> Fields:
-    size = config.integer("moe_intermediate_size", 1280)
-    experts = ExpertsConfig(
-        _sigmoid_routing(config, 128, 8, 1.0),
-        size,
-        _everywhere(fields),
-        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
-        selection_bias=True,
-    )
-    return checked_experts(config, experts)
+    return _beside_shared(config, _sigmoid_routing(config, 128, 8, 1.0), _everywhere(fields), 1280)
 
 
 def exaone_moe(config: ConfigReader, fields: Fields) -> Fields:
     """Read the layers without rotary embeddings, as EXAONE 4 has them, and the experts."""
-    size = config.integer("moe_intermediate_size", 1024)
-    experts = ExpertsConfig(
-        _sigmoid_routing(config, 64, 8, 2.5),
-        size,
-        _experts_after(config, fields, 1),
-        shared_size=size * config.integer("num_shared_experts", 1, at_least=0),
-        selection_bias=True,
-    )
-    return {**checked_experts(config, experts), **exaone4(config, fields)}
+    routing, layers = _sigmoid_routing(config, 64, 8, 2.5), _experts_after(config, fields, 1)
+    return {**_beside_shared(config, routing, layers, 1024, ("num_shared_experts", 1)), **exaone4(config, fields)}
 
 
 def hy_v3(config: ConfigReader, fields: Fields) -> Fields:
     refuse(config, "mlp_bias", False, "a bias in products around experts that have none")
-    size = config.integer("moe_intermediate_size", 1536)
-    routing = Routing(
-        config.integer("num_experts", 192),
-        config.integer("num_experts_per_tok", 8),
-        "sigmoid",
-        scale=config.number("router_scaling_factor", 2.826),
-        epsilon=1e-20,
-    )
-    experts = ExpertsConfig(
-        routing,
-        size,
-        _experts_after(config, fields, 1),
-        shared_size=size * config.integer("num_shared_experts", 1, at_least=0),
-        selection_bias=True,
-    )
-    return checked_experts(config, experts)
+    routing = _scaled_routing(config, 192, 8, "router_scaling_factor", 2.826)
+    return _beside_shared(config, routing, _experts_after(config, fields, 1), 1536, ("num_shared_experts", 1))
+
+
+def _scaled_routing(config: ConfigReader, count: int, top_k: int, name: str, scale: float) -> Routing:
+    """Read experts that a sigmoid selects, whose weights are multiplied by the value `name`."""
+    numbers = config.integer("num_experts", count), config.integer("num_experts_per_tok", top_k)
+    return Routing(*numbers, "sigmoid", scale=config.number(name, scale), epsilon=1e-20)
 
 
 def afmoe_slides(config: ConfigReader, layer: int) -> bool:
@@ -397,23 +343,11 @@ def afmoe_slides(config: ConfigReader, layer: int) -> bool:
 def afmoe(config: ConfigReader, fields: Fields) -> Fields:
     """Read the experts of AFMoE, and which layers have rotary embeddings: those with a window."""
     refuse(config, "attention_bias", False, "biases of queries beside gates that have none")
-    size, dense = config.integer("moe_intermediate_size", 1408), config.integer("num_dense_layers", 1, at_least=0)
-    routing = Routing(
-        config.integer("num_experts", 64),
-        config.integer("num_experts_per_tok", 6),
-        "sigmoid",
-        scale=config.number("route_scale", 1.0),
-        epsilon=1e-20,
-    )
-    experts = ExpertsConfig(
-        routing,
-        size,
-        tuple(layer >= dense for layer in range(fields["num_layers"])),
-        shared_size=size * config.integer("num_shared_experts", 2, at_least=0),
-        selection_bias=True,
-    )
+    dense = config.integer("num_dense_layers", 1, at_least=0)
+    routing = _scaled_routing(config, 64, 6, "route_scale", 1.0)
+    layers = tuple(layer >= dense for layer in range(fields["num_layers"]))
     return {
-        **checked_experts(config, experts),
+        **_beside_shared(config, routing, layers, 1408, ("num_shared_experts", 2)),
         "has_output_gate": True,
         "gates_apart": True,
         "embedding_scale": fields["hidden_size"] ** 0.5 if config.boolean("mup_enabled", False) else 1.0,
@@ -436,12 +370,11 @@ def nemotron_h(config: ConfigReader, fields: Fields, layers: tuple[bool, ...]) -
 
 
 def flex_olmo(config: ConfigReader, fields: Fields) -> Fields:
-    routing = _routing(config, "num_experts", 7, 5)
-    return checked_experts(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+    return _of_inner_size(config, fields, _routing(config, 7, 5))
 
 
 def mellum(config: ConfigReader, fields: Fields) -> Fields:
-    routing = _routing(config, "num_experts", 64, 8, renormalize=True)
+    routing = _routing(config, 64, 8, renormalize=True)
     size = config.integer("moe_intermediate_size", 896)
     return checked_experts(config, ExpertsConfig(routing, size, _experts_after(config, fields, 0)))
 

@@ -16,22 +16,29 @@ from app.models.decoders.layer_config import HeadNormConfig, NormConfig
 
 _PER_HEAD = HeadNormConfig()
 _RMS_PLUS_1 = NormConfig("rms", offset=1.0)
-_GEMMA3 = DecoderFamily(
-    model_type="gemma3_text",
-    title="Gemma 3 (1B, 270M)",
+_GEMMA2 = DecoderFamily(
+    model_type="gemma2",
+    title="Gemma 2",
     window=4096,
     tie_embeddings=True,
     head_dim=256,
+    norm=_RMS_PLUS_1,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    fields={"placement": "sandwich"},
+    slides=lambda config, layer: layer % 2 == 0,
+    read=values.gemma2,
+    embeds=True,
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    model_type="gemma3_text",
+    title="Gemma 3 (1B, 270M)",
     theta=1_000_000.0,
     sliding_ropes=True,
     local_theta=10_000.0,
-    norm=_RMS_PLUS_1,
     head_norm=HeadNormConfig(offset=1.0),
-    activation=("hidden_activation", "gelu_pytorch_tanh"),
-    fields={"placement": "sandwich"},
     slides=lambda config, layer: (layer + 1) % config.integer("sliding_window_pattern", 6) != 0,
     read=values.gemma3,
-    embeds=True,
 )
 # Names of the text half of a model that also reads pictures or sounds, and of the other halves.
 _TEXT_PREFIXES = {
@@ -142,35 +149,24 @@ def _readers_of_pictures(families: Mapping[str, DecoderFamily]) -> dict[str, Dec
     return rows
 
 
-_GEMMA3N = DecoderFamily(
+_GEMMA3N = replace(
+    _GEMMA3,
     model_type="gemma3n_text",
     title="Gemma 3n, its text model alone",
     window=512,
-    tie_embeddings=True,
-    head_dim=256,
-    theta=1_000_000.0,
-    sliding_ropes=True,
-    local_theta=10_000.0,
     attention_biases="none",
+    norm=NormConfig(),
     head_norm=HeadNormConfig(values=True),
-    activation=("hidden_activation", "gelu_pytorch_tanh"),
-    fields={"placement": "sandwich"},
     slides=lambda config, layer: (layer + 1) % 5 != 0,
     read=values.gemma3n,
+    embeds=False,
 )
 
-_GEMMA4 = DecoderFamily(
+_GEMMA4 = replace(
+    _GEMMA3N,
     model_type="gemma4_text",
     title="Gemma 4 (E2B, E4B, 31B, 26B-A4B), its text model alone",
-    window=512,
-    tie_embeddings=True,
-    head_dim=256,
-    theta=1_000_000.0,
-    sliding_ropes=True,
-    local_theta=10_000.0,
-    head_norm=HeadNormConfig(values=True),
-    activation=("hidden_activation", "gelu_pytorch_tanh"),
-    fields={"placement": "sandwich"},
+    attention_biases="config",
     slides=expert_values.gemma4_slides,
     read=expert_values.gemma4,
     parts={
@@ -253,6 +249,13 @@ _LFM3 = replace(
     },
 )
 
+_OLMO2 = DecoderFamily(
+    model_type="olmo2",
+    title="OLMo 2",
+    eps=1e-5,
+    head_norm=HeadNormConfig(scope="together"),
+    fields={"placement": "post"},
+)
 _MISTRAL = DecoderFamily(
     model_type="mistral",
     title="Mistral",
@@ -338,19 +341,7 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
         read=values.smollm3,
         embeds=True,
     ),
-    "Gemma2ForCausalLM": DecoderFamily(
-        model_type="gemma2",
-        title="Gemma 2",
-        window=4096,
-        tie_embeddings=True,
-        head_dim=256,
-        norm=_RMS_PLUS_1,
-        activation=("hidden_activation", "gelu_pytorch_tanh"),
-        fields={"placement": "sandwich"},
-        slides=lambda config, layer: layer % 2 == 0,
-        read=values.gemma2,
-        embeds=True,
-    ),
+    "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _text_half(
         _GEMMA3, "gemma3", "Gemma 3 (4B and larger)", reads_pictures=True, fields={**_GEMMA3.fields, "blocks": "all"}
@@ -375,17 +366,13 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         read=values.gemma,
     ),
-    "VaultGemmaForCausalLM": DecoderFamily(
+    "VaultGemmaForCausalLM": replace(
+        _GEMMA2,
         model_type="vaultgemma",
         title="VaultGemma",
-        window=4096,
-        tie_embeddings=True,
-        head_dim=256,
-        norm=_RMS_PLUS_1,
-        activation=("hidden_activation", "gelu_pytorch_tanh"),
-        slides=lambda config, layer: layer % 2 == 0,
-        read=values.gemma2,
+        fields={},
         names=layer_names("model.layers", {"pre_feedforward_layernorm": "post_attention_layernorm"}),
+        embeds=False,
     ),
     "GraniteForCausalLM": DecoderFamily(
         model_type="granite", title="Granite 3 (dense)", has_mlp_bias=True, read=values.granite
@@ -424,22 +411,14 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
         eps=1e-5,
         read=values.olmo,
     ),
-    "Olmo2ForCausalLM": DecoderFamily(
-        model_type="olmo2",
-        title="OLMo 2",
-        eps=1e-5,
-        head_norm=HeadNormConfig(scope="together"),
-        fields={"placement": "post"},
-    ),
-    "Olmo3ForCausalLM": DecoderFamily(
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2,
         model_type="olmo3",
         title="OLMo 3",
-        eps=1e-5,
         window=4096,
         theta=500_000.0,
         sliding_ropes=True,
-        head_norm=HeadNormConfig(scope="together"),
-        fields={"placement": "post"},
         slides=lambda config, layer: (layer + 1) % 4 != 0,
     ),
     "Exaone4ForCausalLM": DecoderFamily(
@@ -453,13 +432,7 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
         slides=values.exaone4_slides,
         read=values.exaone4,
     ),
-    "MinistralForCausalLM": DecoderFamily(
-        model_type="ministral",
-        title="Ministral (8B of 2024)",
-        window=4096,
-        attention_biases="none",
-        slides=lambda config, layer: True,
-    ),
+    "MinistralForCausalLM": replace(_MISTRAL, model_type="ministral", title="Ministral (8B of 2024)", embeds=False),
     "Ministral3ForCausalLM": _MINISTRAL3,
     "Mistral3ForConditionalGeneration": _text_half(_MISTRAL, "mistral3", "Mistral Small 3", reads_pictures=True),
     "Mistral3ForConditionalGeneration/ministral3": _text_half(
@@ -549,16 +522,8 @@ _PLAIN_FAMILIES: Mapping[str, DecoderFamily] = {
         ),
         computed=(".rotary_emb.inv_freq", ".act_fn.beta", ".act_fn.eps"),
     ),
-    "GlmForCausalLM": DecoderFamily(
-        model_type="glm",
-        title="GLM-4 (9B of 2024)",
-        head_dim=128,
-        partial=0.5,
-        interleaved=True,
-        eps=1.5625e-07,
-        attention_biases="config_qkv",
-        fields={"fused_gate_up": True},
-        read=values.glm,
+    "GlmForCausalLM": replace(
+        _GLM4, model_type="glm", title="GLM-4 (9B of 2024)", fields={"fused_gate_up": True}, names={}
     ),
     "Glm4ForCausalLM": _GLM4,
     "HeliumForCausalLM": DecoderFamily(
@@ -620,17 +585,9 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {**_PLAIN_FAMILIES, **_readers_o
 
 # What is not offered -> the starts of the class names that need it.
 UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "state-space layers, whose state is not a KV cache": (*("Mamba", "FalconMamba", "Jamba", "Zamba"),),
+    "state-space layers, whose state is not a KV cache": ("Mamba", "FalconMamba", "Jamba", "Zamba"),
     "recurrent layers with a state, such as linear attention": (
-        *(
-            "Rwkv",
-            "RecurrentGemma",
-            "MiniMaxFor",
-            "MiniMaxText",
-            "MiniMaxM1",
-            "KimiLinear",
-            "xLSTM",
-        ),
+        *("Rwkv", "RecurrentGemma", "MiniMaxFor", "MiniMaxText", "MiniMaxM1", "KimiLinear", "xLSTM"),
     ),
     "an encoder that reads the text and a decoder that attends to it": (
         *("T5", "MT5", "UMT5", "Bart", "MBart", "Pegasus", "Marian", "BigBirdPegasus", "LED", "SwitchTransformers"),
@@ -644,7 +601,7 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "weights of one and a half bits": ("BitNet",),
-    "a mixture of experts of its own kind": (*("JetMoe", "Dbrx", "LongcatFlash"),),
+    "a mixture of experts of its own kind": ("JetMoe", "Dbrx", "LongcatFlash"),
 }
 
 

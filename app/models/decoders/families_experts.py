@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from app.models.decoders import expert_values as values
@@ -19,7 +20,7 @@ _LATENT: Mapping[str, Any] = {
     "parts": _SHARED,
     "has_more_layers": True,
 }
-_MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+_MIXTRAL_PARTS = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 GRANITE_MOE_PARTS = {
     "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
     "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
@@ -44,26 +45,32 @@ LLAMA4 = DecoderFamily(
     expert_layout="either",
 )
 
+_GRANITE = DecoderFamily(
+    model_type="granitemoe",
+    title="Granite 3 with experts",
+    read=values.granite_moe,
+    parts=GRANITE_MOE_PARTS,
+)
+_MIXTRAL = DecoderFamily(
+    model_type="mixtral",
+    title="Mixtral",
+    attention_biases="none",
+    eps=1e-5,
+    theta=1_000_000.0,
+    slides=lambda config, layer: True,
+    read=values.mixtral,
+    parts=_MIXTRAL_PARTS,
+)
+
 EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
-    "MixtralForCausalLM": DecoderFamily(
-        model_type="mixtral",
-        title="Mixtral",
-        attention_biases="none",
-        eps=1e-5,
-        theta=1_000_000.0,
-        slides=lambda config, layer: True,
-        read=values.mixtral,
-        parts=_MIXTRAL,
-    ),
-    "PhimoeForCausalLM": DecoderFamily(
+    "MixtralForCausalLM": _MIXTRAL,
+    "PhimoeForCausalLM": replace(
+        _MIXTRAL,
         model_type="phimoe",
         title="Phi-3.5-MoE",
+        attention_biases="config",
         norm=NormConfig(kind="layer", has_bias=True),
-        eps=1e-5,
-        theta=1_000_000.0,
-        slides=lambda config, layer: True,
         read=values.phimoe,
-        parts=_MIXTRAL,
     ),
     "Ernie4_5_MoeForCausalLM": DecoderFamily(
         model_type="ernie4_5_moe",
@@ -103,27 +110,21 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         head_norm=HeadNormConfig(scope="together"),
         read=values.olmoe,
     ),
-    "GraniteMoeForCausalLM": DecoderFamily(
-        model_type="granitemoe",
-        title="Granite 3 with experts",
-        read=values.granite_moe,
-        parts=GRANITE_MOE_PARTS,
-    ),
-    "GraniteMoeSharedForCausalLM": DecoderFamily(
+    "GraniteMoeForCausalLM": _GRANITE,
+    "GraniteMoeSharedForCausalLM": replace(
+        _GRANITE,
         model_type="granitemoeshared",
         title="Granite with a shared expert",
         fields={"fused_gate_up": True},
-        read=values.granite_moe,
-        parts=GRANITE_MOE_PARTS,
     ),
-    "GraniteMoeSWAForCausalLM": DecoderFamily(
+    "GraniteMoeSWAForCausalLM": replace(
+        _GRANITE,
         model_type="granitemoe_swa",
         title="Granite with experts, sinks and windows",
         window=128,
         fields={"fused_gate_up": True, "has_sinks": True},
         slides=lambda config, layer: layer % 4 != 0,
         read=values.granite_moe_swa,
-        parts=GRANITE_MOE_PARTS,
     ),
     "Llama4ForCausalLM": LLAMA4,
     "GptOssForCausalLM": DecoderFamily(
@@ -181,7 +182,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         attention_biases="none",
         head_norm=HeadNormConfig(scope="together"),
         read=values.minimax_m2,
-        parts={**_MIXTRAL, ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
+        parts={**_MIXTRAL_PARTS, ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
         has_more_layers=True,
     ),
     "ExaoneMoeForCausalLM": DecoderFamily(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from app.models.decoders import family_values as values
 from app.models.decoders.family import DecoderFamily, layer_names
@@ -38,6 +39,104 @@ _FAIRSEQ_LAYER = {
 }
 _QKV = ("q_proj", "k_proj", "v_proj")
 
+_GPT2 = DecoderFamily(
+    model_type="gpt2",
+    title="GPT-2",
+    aliases=_GPT,
+    tie_embeddings=True,
+    norm=_LAYER_NORM,
+    norm_eps="layer_norm_epsilon",
+    eps=1e-5,
+    activation=("activation_function", "gelu_new"),
+    fields={
+        "is_gated": False,
+        "fused_qkv": True,
+        **values.biases(True),
+    },
+    read=values.gpt2,
+    prefixes={"transformer.": ""},
+    names={**_GPT_TOP, **layer_names("h", _GPT2_LAYER)},
+    computed=(".attn.bias", ".attn.masked_bias"),
+    transposed=True,
+)
+_GPTJ = DecoderFamily(
+    model_type="gptj",
+    title="GPT-J",
+    aliases=_GPT,
+    interleaved=True,
+    norm=_LAYER_NORM,
+    norm_eps="layer_norm_epsilon",
+    eps=1e-5,
+    attention_biases="none",
+    activation=("activation_function", "gelu_new"),
+    fields={
+        "is_gated": False,
+        "mlp_bias": True,
+        "logits_bias": True,
+        "placement": "parallel",
+        "shares_norm": True,
+    },
+    read=values.gptj,
+    prefixes={"transformer.": ""},
+    names={
+        **_GPT_TOP,
+        **layer_names(
+            "h",
+            {
+                **{f"attn.{name}": f"self_attn.{name}" for name in _QKV},
+                "attn.out_proj": "self_attn.o_proj",
+                "mlp.fc_in": "mlp.up_proj",
+                "mlp.fc_out": "mlp.down_proj",
+                **_GPT_NORMS,
+            },
+        ),
+    },
+    computed=(".attn.bias", ".attn.masked_bias"),
+)
+_COHERE = DecoderFamily(
+    model_type="cohere",
+    title="Command R",
+    tie_embeddings=True,
+    theta=500_000.0,
+    interleaved=True,
+    norm=_WITHOUT_BIAS,
+    norm_eps="layer_norm_eps",
+    eps=1e-5,
+    fields={"placement": "parallel", "shares_norm": True},
+    read=values.cohere,
+)
+_FALCON = DecoderFamily(
+    model_type="falcon",
+    title="Falcon (7B, 40B, 180B, Falcon 2)",
+    aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"},
+    tie_embeddings=True,
+    norm=_LAYER_NORM,
+    norm_eps="layer_norm_epsilon",
+    eps=1e-5,
+    activation=("activation", "gelu"),
+    fields={"is_gated": False, "fused_qkv": True},
+    read=values.falcon,
+    prefixes={"transformer.": ""},
+    names={
+        "word_embeddings": "model.embed_tokens",
+        "ln_f": "model.norm",
+        **layer_names(
+            "h",
+            {**_FALCON_LAYER, "ln_attn": "input_layernorm", "ln_mlp": "post_attention_layernorm"},
+        ),
+    },
+)
+_BIOGPT = DecoderFamily(
+    model_type="biogpt",
+    title="BioGPT",
+    tie_embeddings=True,
+    activation=("hidden_act", "gelu"),
+    fields={"is_gated": False, **values.biases(True)},
+    read=values.biogpt,
+    prefixes={"biogpt.": "model.", "output_projection.": "lm_head."},
+    names={"model.layer_norm": "model.norm", **layer_names("model.layers", _FAIRSEQ_LAYER)},
+)
+
 LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
     "PhiForCausalLM": DecoderFamily(
         model_type="phi",
@@ -52,7 +151,7 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
             "placement": "parallel",
             "shares_norm": True,
             "logits_bias": True,
-            **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True),
+            **values.biases(True),
         },
         read=values.phi,
         names={
@@ -63,45 +162,21 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
             ),
         },
     ),
-    "FalconForCausalLM": DecoderFamily(
-        model_type="falcon",
-        title="Falcon (7B, 40B, 180B, Falcon 2)",
-        aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"},
-        tie_embeddings=True,
-        norm=_LAYER_NORM,
-        norm_eps="layer_norm_epsilon",
-        eps=1e-5,
-        activation=("activation", "gelu"),
-        fields={"is_gated": False, "fused_qkv": True},
-        read=values.falcon,
-        prefixes={"transformer.": ""},
-        names={
-            "word_embeddings": "model.embed_tokens",
-            "ln_f": "model.norm",
-            **layer_names(
-                "h",
-                {**_FALCON_LAYER, "ln_attn": "input_layernorm", "ln_mlp": "post_attention_layernorm"},
-            ),
-        },
-    ),
-    "BloomForCausalLM": DecoderFamily(
+    "FalconForCausalLM": _FALCON,
+    "BloomForCausalLM": replace(
+        _FALCON,
         model_type="bloom",
         title="BLOOM, BLOOMZ",
         aliases={"hidden_size": "n_embed", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-        tie_embeddings=True,
-        norm=_LAYER_NORM,
-        norm_eps="layer_norm_epsilon",
-        eps=1e-5,
         activation=("activation_function", "gelu_new"),
         fields={
             "is_gated": False,
             "fused_qkv": True,
             "qkv_layout": "grouped",
             "embedding_norm": True,
-            **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True),
+            **values.biases(True),
         },
         read=values.bloom,
-        prefixes={"transformer.": ""},
         names={
             "word_embeddings": "model.embed_tokens",
             "word_embeddings_layernorm": "model.embed_norm",
@@ -137,57 +212,22 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
             ),
         },
     ),
-    "GPT2LMHeadModel": DecoderFamily(
-        model_type="gpt2",
-        title="GPT-2",
-        aliases=_GPT,
-        tie_embeddings=True,
-        norm=_LAYER_NORM,
-        norm_eps="layer_norm_epsilon",
-        eps=1e-5,
-        activation=("activation_function", "gelu_new"),
-        fields={
-            "is_gated": False,
-            "fused_qkv": True,
-            **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True),
-        },
-        read=values.gpt2,
-        prefixes={"transformer.": ""},
-        names={**_GPT_TOP, **layer_names("h", _GPT2_LAYER)},
-        computed=(".attn.bias", ".attn.masked_bias"),
-        transposed=True,
-    ),
-    "GPTBigCodeForCausalLM": DecoderFamily(
+    "GPT2LMHeadModel": _GPT2,
+    "GPTBigCodeForCausalLM": replace(
+        _GPT2,
         model_type="gpt_bigcode",
         title="StarCoder 1, SantaCoder",
-        aliases=_GPT,
-        tie_embeddings=True,
-        norm=_LAYER_NORM,
-        norm_eps="layer_norm_epsilon",
-        eps=1e-5,
         activation=("activation_function", "gelu_pytorch_tanh"),
-        fields={
-            "is_gated": False,
-            "fused_qkv": True,
-            **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True),
-        },
         read=values.gpt_bigcode,
-        prefixes={"transformer.": ""},
-        names={**_GPT_TOP, **layer_names("h", _GPT2_LAYER)},
-        computed=(".attn.bias", ".attn.masked_bias"),
+        transposed=False,
     ),
-    "GPTNeoForCausalLM": DecoderFamily(
+    "GPTNeoForCausalLM": replace(
+        _GPT2,
         model_type="gpt_neo",
         title="GPT-Neo",
         aliases={"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
-        tie_embeddings=True,
-        norm=_LAYER_NORM,
-        norm_eps="layer_norm_epsilon",
-        eps=1e-5,
-        activation=("activation_function", "gelu_new"),
         fields={"is_gated": False, "output_bias": True, "mlp_bias": True},
         read=values.gpt_neo,
-        prefixes={"transformer.": ""},
         names={
             **_GPT_TOP,
             **layer_names(
@@ -201,6 +241,7 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
             ),
         },
         computed=(".attn.attention.bias", ".attn.attention.masked_bias"),
+        transposed=False,
     ),
     "GPTNeoXForCausalLM": DecoderFamily(
         model_type="gpt_neox",
@@ -244,7 +285,7 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
             "is_gated": False,
             "fused_qkv": True,
             "qkv_layout": "grouped",
-            **dict.fromkeys(("mlp_bias", "qkv_bias", "output_bias"), True),
+            **values.biases(True),
         },
         read=values.persimmon,
         names={
@@ -261,75 +302,18 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
             ),
         },
     ),
-    "GPTJForCausalLM": DecoderFamily(
-        model_type="gptj",
-        title="GPT-J",
-        aliases=_GPT,
-        interleaved=True,
-        norm=_LAYER_NORM,
-        norm_eps="layer_norm_epsilon",
-        eps=1e-5,
-        attention_biases="none",
-        activation=("activation_function", "gelu_new"),
-        fields={
-            "is_gated": False,
-            "mlp_bias": True,
-            "logits_bias": True,
-            "placement": "parallel",
-            "shares_norm": True,
-        },
-        read=values.gptj,
-        prefixes={"transformer.": ""},
-        names={
-            **_GPT_TOP,
-            **layer_names(
-                "h",
-                {
-                    **{f"attn.{name}": f"self_attn.{name}" for name in _QKV},
-                    "attn.out_proj": "self_attn.o_proj",
-                    "mlp.fc_in": "mlp.up_proj",
-                    "mlp.fc_out": "mlp.down_proj",
-                    **_GPT_NORMS,
-                },
-            ),
-        },
-        computed=(".attn.bias", ".attn.masked_bias"),
-    ),
-    "CodeGenForCausalLM": DecoderFamily(
+    "GPTJForCausalLM": _GPTJ,
+    "CodeGenForCausalLM": replace(
+        _GPTJ,
         model_type="codegen",
         title="CodeGen 1 and 2",
-        aliases=_GPT,
-        interleaved=True,
-        norm=_LAYER_NORM,
-        norm_eps="layer_norm_epsilon",
-        eps=1e-5,
-        attention_biases="none",
-        activation=("activation_function", "gelu_new"),
-        fields={
-            "is_gated": False,
-            "mlp_bias": True,
-            "logits_bias": True,
-            "placement": "parallel",
-            "shares_norm": True,
-            "fused_qkv": True,
-            "qkv_layout": "quarters",
-        },
+        fields={**_GPTJ.fields, "fused_qkv": True, "qkv_layout": "quarters"},
         read=values.codegen,
-        prefixes={"transformer.": ""},
         names={
-            **_GPT_TOP,
-            **layer_names(
-                "h",
-                {
-                    "attn.qkv_proj": "self_attn.qkv_proj",
-                    "attn.out_proj": "self_attn.o_proj",
-                    "mlp.fc_in": "mlp.up_proj",
-                    "mlp.fc_out": "mlp.down_proj",
-                    **_GPT_NORMS,
-                },
-            ),
+            **{name: ours for name, ours in _GPTJ.names.items() if not name.endswith(_QKV)},
+            **layer_names("h", {"attn.qkv_proj": "self_attn.qkv_proj"}),
         },
-        computed=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),
+        computed=(*_GPTJ.computed, ".attn.causal_mask"),
     ),
     "OPTForCausalLM": DecoderFamily(
         model_type="opt",
@@ -342,23 +326,12 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
         prefixes={"model.decoder.": "model.", "decoder.": "model."},
         names={
             "model.final_layer_norm": "model.norm",
-            **layer_names(
-                "model.layers",
-                _FAIRSEQ_LAYER,
-            ),
+            **layer_names("model.layers", _FAIRSEQ_LAYER),
         },
     ),
-    "BioGptForCausalLM": DecoderFamily(
-        model_type="biogpt",
-        title="BioGPT",
-        tie_embeddings=True,
-        activation=("hidden_act", "gelu"),
-        fields={"is_gated": False, **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True)},
-        read=values.biogpt,
-        prefixes={"biogpt.": "model.", "output_projection.": "lm_head."},
-        names={"model.layer_norm": "model.norm", **layer_names("model.layers", _FAIRSEQ_LAYER)},
-    ),
-    "XGLMForCausalLM": DecoderFamily(
+    "BioGptForCausalLM": _BIOGPT,
+    "XGLMForCausalLM": replace(
+        _BIOGPT,
         model_type="xglm",
         title="XGLM",
         aliases={
@@ -367,11 +340,9 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
             "num_attention_heads": "attention_heads",
             "intermediate_size": "ffn_dim",
         },
-        tie_embeddings=True,
         activation=("activation_function", "gelu"),
-        fields={"is_gated": False, **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True)},
         read=values.xglm,
-        names={"model.layer_norm": "model.norm", **layer_names("model.layers", _FAIRSEQ_LAYER)},
+        prefixes={},
         computed=(".embed_positions.weights",),
     ),
     "StableLmForCausalLM": DecoderFamily(
@@ -396,28 +367,13 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
         read=values.starcoder2,
         names=layer_names("model.layers", _FC_MLP),
     ),
-    "CohereForCausalLM": DecoderFamily(
-        model_type="cohere",
-        title="Command R",
-        tie_embeddings=True,
-        theta=500_000.0,
-        interleaved=True,
-        norm=_WITHOUT_BIAS,
-        norm_eps="layer_norm_eps",
-        eps=1e-5,
-        fields={"placement": "parallel", "shares_norm": True},
-        read=values.cohere,
-    ),
-    "Cohere2ForCausalLM": DecoderFamily(
+    "CohereForCausalLM": _COHERE,
+    "Cohere2ForCausalLM": replace(
+        _COHERE,
         model_type="cohere2",
         title="Command R7B, Command A",
         window=4096,
-        tie_embeddings=True,
-        interleaved=True,
-        norm=_WITHOUT_BIAS,
-        norm_eps="layer_norm_eps",
-        eps=1e-5,
-        fields={"placement": "parallel", "shares_norm": True},
+        theta=10_000.0,
         slides=lambda config, layer: (layer + 1) % config.integer("sliding_window_pattern", 4) != 0,
         read=values.cohere2,
     ),

@@ -52,6 +52,10 @@ def _learned_positions(config: ConfigReader, fields: Fields, first: int = 0) -> 
     }
 
 
+def biases(value: bool) -> Fields:
+    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), value)
+
+
 def without_rope(ropes: Sequence[RopeConfig | None], kept: Sequence[bool]) -> tuple[RopeConfig | None, ...]:
     return tuple(rope if keeps else None for rope, keeps in zip(ropes, kept, strict=True))
 
@@ -257,8 +261,7 @@ def lfm3(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def ernie(config: ConfigReader, fields: Fields) -> Fields:
-    bias = config.boolean("use_bias", False)
-    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
+    return biases(config.boolean("use_bias", False))
 
 
 def hunyuan(config: ConfigReader, fields: Fields) -> Fields:
@@ -386,8 +389,7 @@ def stablelm(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def starcoder2(config: ConfigReader, fields: Fields) -> Fields:
-    bias = config.boolean("use_bias", True)
-    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
+    return biases(config.boolean("use_bias", True))
 
 
 def falcon(config: ConfigReader, fields: Fields) -> Fields:
@@ -404,9 +406,7 @@ def falcon(config: ConfigReader, fields: Fields) -> Fields:
         "placement": "parallel" if parallel else "pre",
         "shares_norm": parallel and norms == 1,
         "qkv_layout": "stacked" if multi_query and not is_new else "grouped",
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "mlp_bias": bias,
+        **biases(bias),
         "max_model_len": config.integer("max_position_embeddings", 2048),
     }
 
@@ -496,9 +496,7 @@ def opt(config: ConfigReader, fields: Fields) -> Fields:
     bias, affine = config.boolean("enable_bias", True), config.boolean("layer_norm_elementwise_affine", True)
     return {
         **_learned_positions(config, fields, first=2),
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "mlp_bias": bias,
+        **biases(bias),
         "norm": NormConfig("layer", 1e-5, has_weight=affine, has_bias=affine),
     }
 

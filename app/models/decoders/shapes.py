@@ -324,7 +324,7 @@ def _altup_elements(config: ModelConfig) -> int:
     return config.num_layers * (7 * size + matrices) + altup.input_size
 
 
-def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
+def linear_tensors(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (rows, columns)
     if bias:
         yield f"{name}.bias", (rows,)
@@ -348,7 +348,7 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
 def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     for product in mixer_products(config, layer):
         for name, count in zip(product.sources, product.rows, strict=True):
-            yield from _linear(name, count, product.inputs, product.bias)
+            yield from linear_tensors(name, count, product.inputs, product.bias)
     if config.convolution is not None and config.has_convolution(layer):
         yield "conv.conv.weight", (config.hidden_size, 1, config.convolution.width)
         return
@@ -429,7 +429,7 @@ def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
         yield from _one_mlp(config, "mlp", config.inner_size(layer))
         return
     count = experts.routing.num_experts
-    yield from _linear("mlp.gate", count, config.hidden_size, experts.router_bias)
+    yield from linear_tensors("mlp.gate", count, config.hidden_size, experts.router_bias)
     if experts.selection_bias:
         yield "mlp.gate.e_score_correction_bias", (count,)
     for number in range(count):
@@ -447,8 +447,10 @@ def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
 def _one_mlp(config: ModelConfig, name: str, inner: int) -> Iterator[tuple[str, Shape]]:
     outer = config.hidden_size
     for source in up_sources(config, name):
-        yield from _linear(source, 2 * inner if source.endswith(".gate_up_proj") else inner, outer, config.mlp_bias)
+        yield from linear_tensors(
+            source, 2 * inner if source.endswith(".gate_up_proj") else inner, outer, config.mlp_bias
+        )
     if config.activation == "xielu":
         yield f"{name}.act_fn.alpha_p", (1,)
         yield f"{name}.act_fn.alpha_n", (1,)
-    yield from _linear(f"{name}.down_proj", outer, inner, config.mlp_bias)
+    yield from linear_tensors(f"{name}.down_proj", outer, inner, config.mlp_bias)

@@ -97,7 +97,6 @@ class GroupedRows:
     places: tuple[int, ...]
 
     def stored_rows(self) -> tuple[int, ...]:
-        """Return the row in the file of each row here."""
         whole, firsts = sum(self.parts), [sum(self.parts[:place]) for place in range(len(self.parts))]
         return tuple(
             group * whole + firsts[place] + row
@@ -115,7 +114,6 @@ class RepeatedRows:
     times: int
 
     def stored_rows(self) -> tuple[int, ...]:
-        """Return the row in the file of each row here."""
         return tuple(head for head in range(self.heads) for _ in range(self.times))
 
 

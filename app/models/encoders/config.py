@@ -14,7 +14,7 @@ from typing import Literal
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import Activation
 from app.models.decoders.rope import RopeConfig
-from app.models.decoders.shapes import Shape, norm_elements, products_of, tensors_of
+from app.models.decoders.shapes import Shape, linear_tensors, norm_elements, products_of, tensors_of
 
 EncoderActivation = Activation | Literal["relu"]
 PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last"]
@@ -189,12 +189,6 @@ def _elements(shape: Shape) -> int:
     return shape[0] * (shape[1] if len(shape) == 2 else 1)
 
 
-def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (rows, columns)
-    if bias:
-        yield f"{name}.bias", (rows,)
-
-
 def _norm(name: str, config: EncoderConfig) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (config.hidden_size,)
     if config.norm_bias:
@@ -220,11 +214,11 @@ def _body(config: EncoderConfig) -> Iterator[tuple[str, Shape]]:
 def _layer(config: EncoderConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     at, size, inner = f"layers.{layer}", config.hidden_size, config.intermediate_size
     for name in ("query", "key", "value"):
-        yield from _linear(f"{at}.{name}", size, size, config.qkv_bias)
-    yield from _linear(f"{at}.out", size, size, config.output_bias)
+        yield from linear_tensors(f"{at}.{name}", size, size, config.qkv_bias)
+    yield from linear_tensors(f"{at}.out", size, size, config.output_bias)
     for name in ("gate", "up") if config.gated else ("up",):
-        yield from _linear(f"{at}.{name}", inner, size, config.mlp_bias)
-    yield from _linear(f"{at}.down", size, inner, config.down_bias)
+        yield from linear_tensors(f"{at}.{name}", inner, size, config.mlp_bias)
+    yield from linear_tensors(f"{at}.down", size, inner, config.down_bias)
     if layer > 0 or not config.pre_norm:  # the embeddings' norm serves as the first layer's if pre_norm is set
         yield from _norm(f"{at}.attention_norm", config)
     yield from _norm(f"{at}.mlp_norm", config)
@@ -235,12 +229,12 @@ def _head(config: EncoderConfig) -> Iterator[tuple[str, Shape]]:
     if head is None:
         return
     if head.dense:
-        yield from _linear("head.dense", size, size, head.dense_bias)
+        yield from linear_tensors("head.dense", size, size, head.dense_bias)
     if head.norm:
         yield from _norm("head.norm", config)
-    yield from _linear("head.out", len(config.labels), size, head.bias)
+    yield from linear_tensors("head.out", len(config.labels), size, head.bias)
 
 
 def _dense(config: EncoderConfig) -> Iterator[tuple[str, Shape]]:
     for place, dense in enumerate(config.pooling.dense):
-        yield from _linear(f"dense.{place}", dense.out_features, dense.in_features, dense.bias)
+        yield from linear_tensors(f"dense.{place}", dense.out_features, dense.in_features, dense.bias)

@@ -54,17 +54,6 @@ _DEEPSEEK_V3 = (
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-# Names below `tokenizer.ggml` that are read, and those that change nothing here: other tokens than a text's ends, whose
-# names the templates of `app/text` know, and what other kinds of tokenizers need.
-FOLLOWED = frozenset(
-    "model pre tokens token_type scores merges bos_token_id eos_token_id eot_token_id eom_token_id unknown_token_id"
-    " padding_token_id add_bos_token add_eos_token add_space_prefix remove_extra_whitespaces precompiled_charsmap"
-    " add_sep_token".split()
-)
-WITHOUT_EFFECT = frozenset(
-    "token_type_count seperator_token_id mask_token_id cls_token_id fim_pre_token_id fim_suf_token_id fim_mid_token_id"
-    " fim_pad_token_id fim_rep_token_id fim_sep_token_id prefix_token_id suffix_token_id middle_token_id".split()
-)
 _BYTE_LEVEL: Mapping[str, Any] = {
     "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True
 }  # fmt: skip

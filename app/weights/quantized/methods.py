@@ -295,7 +295,8 @@ def fp8_entry(parts: Parts, stem: str, scale: str, block: tuple[int, int] | None
             f"{stem[:120]}.{scale} has shape {list(shape)}, which does not fit the weight's {list(codes.shape)} and its blocks."
         )
     stored = {"codes": codes, "scales": parts.take(f"{stem}.{scale}", FLOATS, shape)}
-    return packed_entry((outputs, inputs), "FP8", CodeLayout.FP8, stored, block=sizes[shape])
+    kind = "FP8" if codes.dtype == FP8_DTYPES[0] else "FP8 (E5M2)"
+    return packed_entry((outputs, inputs), kind, CodeLayout.FP8, stored, block=sizes[shape])
 
 
 def join_compressed(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:

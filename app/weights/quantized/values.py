@@ -212,16 +212,17 @@ def _places(entry: PackedEntry, order: Tensor | None, groups: int) -> Tensor | N
     return None if torch.equal(places, torch.arange(len(places)) // entry.group) else places
 
 
-def _fp8(entry: PackedEntry, rows: range, read: _Read) -> Tensor:
+def fp8_codes(entry: PackedEntry, rows: range, read: _Read) -> tuple[Tensor, Tensor]:
+    """Return the codes of some rows [n, inputs] as 8-bit floats, and their scales FP32 [n, inputs / width of a block]."""
     parts = {role: read(part) for role, part in entry.parts}
-    codes, scales, (height, width) = (
-        parts["codes"][rows.start : rows.stop].float(),
-        parts["scales"].float(),
-        entry.block,
-    )
+    scales = parts["scales"].float()
     grid = scales.reshape(-1, scales.shape[1] if scales.dim() == 2 else 1)
-    own = grid[torch.arange(rows.start, rows.stop) // height]
-    return codes * own.repeat_interleave(width, 1)[:, : codes.shape[1]]
+    return parts["codes"][rows.start : rows.stop], grid[torch.arange(rows.start, rows.stop) // entry.block[0]]
+
+
+def _fp8(entry: PackedEntry, rows: range, read: _Read) -> Tensor:
+    codes, scales = fp8_codes(entry, rows, read)
+    return codes.float() * scales.repeat_interleave(entry.block[1], 1)[:, : codes.shape[1]]
 
 
 def _bitsandbytes(entry: PackedEntry, rows: range, read: _Read) -> Tensor:

@@ -10,47 +10,59 @@ import torch
 
 from armature_kernels.linear import experts
 from armature_kernels.linear.device import DeviceFactory
+from armature_kernels.linear.device_fp8 import DeviceFp8Factory
 from armature_kernels.linear.device_int8 import DeviceInt8Factory
 from armature_kernels.linear.experts import DeviceExpertStack, ExpertForms, run_experts_torch
 from armature_kernels.triton.experts import ExpertBlocks
 from compiled_kernels import CAPABILITIES, MOST_SHARED, compile_all
 
 HIDDEN, INNER = 70, 40
+FACTORIES = {"exact": DeviceFactory, "int8": DeviceInt8Factory, "fp8": DeviceFp8Factory, "blocks": DeviceFp8Factory}
 
 
 def forms_of(
-    number: int, has_bias: bool, has_gates: bool, place: torch.device, dtype: torch.dtype, has_codes: bool = False
+    number: int, has_bias: bool, has_gates: bool, place: torch.device, dtype: torch.dtype, kind: str
 ) -> ExpertForms:
-    generator, factory = (
-        torch.Generator().manual_seed(number),
-        (DeviceInt8Factory if has_codes else DeviceFactory)(place, dtype),
-    )
+    generator, factory = torch.Generator().manual_seed(number), FACTORIES[kind](place, dtype)
     first = (2 if has_gates else 1) * INNER
 
     def form(outputs: int, inputs: int) -> object:
         bias = torch.randn(outputs, generator=generator) if has_bias else None
-        return factory.pack(torch.randn((outputs, inputs), generator=generator) / inputs**0.5, bias)
+        weight = torch.randn((outputs, inputs), generator=generator) / inputs**0.5
+        if kind != "blocks":
+            return factory.pack(weight, bias)
+        kept = DeviceFp8Factory(place, dtype, (16, 16)).empty_form(outputs, inputs, bias)
+        codes = (weight * 400).to(torch.float8_e4m3fn).view(torch.uint8)
+        kept.fill_stored(
+            0,
+            codes,
+            torch.rand(-(-outputs // 16), -(-inputs // 16), generator=generator).repeat_interleave(16, 0)[:outputs]
+            / 400,
+        )
+        return kept
 
     return ExpertForms(form(first, HIDDEN), form(HIDDEN, INNER), has_gates)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("rows", "num_experts", "top_k", "activation", "has_bias", "has_gates", "dtype", "has_codes"),
+    ("rows", "num_experts", "top_k", "activation", "has_bias", "has_gates", "dtype", "kind"),
     [
-        (7, 5, 2, "silu", True, True, torch.float32, True),
-        (7, 5, 2, "silu", False, True, torch.float32, False),
-        (1, 8, 3, "swiglu_oai", True, True, torch.float32, False),
-        (90, 2, 1, "relu2", False, False, torch.bfloat16, False),
-        (90, 2, 1, "relu2", False, False, torch.bfloat16, True),
+        (7, 5, 2, "silu", True, True, torch.float32, "blocks"),
+        (7, 5, 2, "silu", True, True, torch.float32, "int8"),
+        (7, 5, 2, "silu", False, True, torch.float32, "exact"),
+        (1, 8, 3, "swiglu_oai", True, True, torch.float32, "exact"),
+        (90, 2, 1, "relu2", False, False, torch.bfloat16, "exact"),
+        (90, 2, 1, "relu2", False, False, torch.bfloat16, "int8"),
+        (90, 2, 1, "relu2", False, False, torch.bfloat16, "fp8"),
     ],
 )
 @torch.inference_mode()
 def test_rows_get_the_sum_of_their_experts(
-    rows: int, num_experts: int, top_k: int, activation: str, has_bias: bool, has_gates: bool, dtype: torch.dtype, has_codes: bool,
+    rows: int, num_experts: int, top_k: int, activation: str, has_bias: bool, has_gates: bool, dtype: torch.dtype, kind: str,
     served_by_triton: None, gpu: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(experts, "triton_usable", lambda tensor: True)
-    forms = [forms_of(number, has_bias, has_gates, gpu, dtype, has_codes) for number in range(num_experts)]
+    forms = [forms_of(number, has_bias, has_gates, gpu, dtype, kind) for number in range(num_experts)]
     generator = torch.Generator().manual_seed(rows)
     x, hidden = (torch.randn((rows, HIDDEN), generator=generator).to(gpu) for _ in range(2))
     scores = torch.rand((rows, num_experts), generator=generator)
@@ -60,7 +72,7 @@ def test_rows_get_the_sum_of_their_experts(
     run_experts_torch(forms, expected, x.to(dtype), ids, weights, activation)
     stack = DeviceExpertStack.of(forms)
     assert stack is not None
-    name = "codes" if has_codes else "weight"
+    name = "weight" if kind == "exact" else "codes"
     assert all(getattr(form.gate_up, name).data_ptr() >= stack.gate_up.weights.data_ptr() for form in forms)
     stack.add_to(hidden, x.to(dtype), ids, weights, activation)
     if dtype == torch.float32:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.engine.encoder.batching import BatchingDelay
-from app.engine.program import DTYPES, ProgramEngine, RunnableProgram, to_array, to_tensor
+from app.engine.program import DTYPES, ProgramEngine, RunnableProgram, _tensor, to_array
 from app.errors import InvalidRequest, ServiceStopping, StepFailed
 from app.hardware.step_times import StepTimeTable, ThrottleCorrection
 from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec
@@ -21,6 +21,10 @@ from app.metrics.steps import StepTimeModel
 SIGNATURE = Signature(
     (TensorSpec("ids", "INT64", (-1, -1)),), (TensorSpec("sum", "FP32", (-1,)), TensorSpec("twice", "INT64", (-1, -1)))
 )
+
+
+def to_tensor(array: Array) -> Tensor:
+    return _tensor(bytearray(array.data), array.datatype, array.shape)
 
 
 class Table:

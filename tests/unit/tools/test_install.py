@@ -227,19 +227,6 @@ def test_an_environment_has_pip(found: bool, tmp_path: Path, quiet: Progress, mo
     assert install.make_venv(tmp_path / "venv", quiet, PHASE) == made, "it is complete"
 
 
-def test_a_question_is_asked_while_other_things_happen() -> None:
-    asked, may_answer = threading.Event(), threading.Event()
-
-    def ask() -> bool:
-        asked.set()
-        return may_answer.wait(60)
-
-    question = install.Question(ask)
-    assert asked.wait(60), "before anybody waits for the answer"
-    may_answer.set()
-    assert question() is True
-
-
 def test_a_failed_install_leaves_no_stamp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

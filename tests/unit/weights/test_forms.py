@@ -77,8 +77,8 @@ def test_a_missing_row_lists_those_that_exist() -> None:
 @pytest.mark.parametrize(
     ("device", "architecture", "precisions"),
     [
-        ("cuda", "x86_64", {"fp32", "bf16", "int8", "int4"}),
-        ("cuda", "arm64", {"fp32", "bf16", "int8", "int4"}),
+        ("cuda", "x86_64", {"fp32", "bf16", "fp8", "int8", "int4"}),
+        ("cuda", "arm64", {"fp32", "bf16", "fp8", "int8", "int4"}),
         ("mps", "arm64", {"fp32", "bf16", "fp16", "int4"}),
         ("mps", "x86_64", set()),
     ],

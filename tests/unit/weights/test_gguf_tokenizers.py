@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.errors import CheckpointInvalid
 from app.weights.gguf.reader import GgufModel
-from app.weights.gguf.tokenizer import FOLLOWED, SPLITS, WITHOUT_EFFECT, convert_tokenizer
+from app.weights.gguf.tokenizer import SPLITS, convert_tokenizer
 
 SPACE = "\u2581"
 # Tokens with scores. Lower ids of equal score merge first, and the higher score wins over the longer token.
@@ -24,6 +24,17 @@ SCORED = {
     **{letter: -100.0 - place for place, letter in enumerate(SPACE + "abcdefghijklmnopqrstuvwxyzé")},
 }  # fmt: skip
 TOKENS = tuple(SCORED)
+# Names below `tokenizer.ggml` that are read, and those that change nothing here: other tokens than a text's ends, whose
+# names the templates of `app/text` know, and what other kinds of tokenizers need.
+FOLLOWED = frozenset(
+    "model pre tokens token_type scores merges bos_token_id eos_token_id eot_token_id eom_token_id unknown_token_id"
+    " padding_token_id add_bos_token add_eos_token add_space_prefix remove_extra_whitespaces precompiled_charsmap"
+    " add_sep_token".split()
+)
+WITHOUT_EFFECT = frozenset(
+    "token_type_count seperator_token_id mask_token_id cls_token_id fim_pre_token_id fim_suf_token_id fim_mid_token_id"
+    " fim_pad_token_id fim_rep_token_id fim_sep_token_id prefix_token_id suffix_token_id middle_token_id".split()
+)
 
 
 def scored(**changes: Any) -> GgufModel:

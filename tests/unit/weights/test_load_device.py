@@ -65,6 +65,7 @@ def test_fewer_bits_are_near(tiled: TiledCodes, tmp_path: Path, architecture: st
         ("bfloat16", 0.03, "cuda"),
         ("float16", 0.004, "mps"),
         ("int8", 0.04, "cuda"),
+        ("fp8", 0.12, "cuda"),
         ("int4", 0.5, "cuda"),
     ):
         assert (logits(load_on(directory, dtype, kind)) - exact).norm() <= within * exact.norm(), dtype
@@ -150,12 +151,13 @@ def test_the_plan_counts_the_bytes_that_are_held(
 ) -> None:
     directory = write_checkpoint(tmp_path, architecture, **shape)
     counted = open_checkpoint(directory).needs().device_bytes_by_precision
-    assert set(counted) == {"fp32", "bf16", "fp16", "int8", "int4"} and counted["fp16"] == counted["bf16"]
+    assert set(counted) == {"fp32", "bf16", "fp16", "fp8", "int8", "int4"} and counted["fp16"] == counted["bf16"]
     for dtype, precision in (
         ("float32", "fp32"),
         ("bfloat16", "bf16"),
         ("int4", "int4"),
         ("int8", "int8"),
+        ("fp8", "fp8"),
     ):  # they share scratch memory, which grows
         model = load_on(directory, dtype)
         rounded = [form for form in forms_of(model) if isinstance(form, DeviceCodesLinear)]

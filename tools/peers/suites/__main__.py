@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +34,14 @@ def main() -> int:
     """Return 1 if a suite is below its target."""
     arguments = parser().parse_args()
     names = arguments.suite or list(SUITES)
-    if arguments.list:
-        for name in names:
-            print(name, *SUITES[name].files, sep="\n  ")
-        return 0
     try:
-        with folder(arguments.work) as work:
+        with (
+            tempfile.TemporaryDirectory(prefix="suites-")
+            if arguments.work is None
+            else nullcontext(arguments.work) as place
+        ):
+            work = Path(place).absolute()
+            work.mkdir(parents=True, exist_ok=True)
             lines = [line for name in names for line in run(SUITES[name], work, arguments)]
     except KeyboardInterrupt:
         print("suites: interrupted", file=sys.stderr)
@@ -69,20 +69,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--failures", action="store_true", help="print each failed test with its reason")
     made.add_argument("--all", action="store_true", help="run also the tests that not_applicable.toml leaves out")
     made.add_argument("--json", type=Path, help="write every test's outcome to this file")
-    made.add_argument("--list", action="store_true", help="list the suites and their files, and run nothing")
     return made
-
-
-@contextmanager
-def folder(work: Path | None) -> Iterator[Path]:
-    """Yield the folder of `--work`, or a temporary one that is removed afterwards."""
-    made = Path(tempfile.mkdtemp(prefix="suites-")) if work is None else work.absolute()
-    made.mkdir(parents=True, exist_ok=True)
-    try:
-        yield made
-    finally:
-        if work is None:
-            shutil.rmtree(made, ignore_errors=True)
 
 
 def run(suite: Suite, work: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -104,17 +91,8 @@ def run(suite: Suite, work: Path, arguments: argparse.Namespace) -> list[dict[st
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     environment |= install_clients(suite, work)
-    command = [
-        str(python),
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--continue-on-collection-errors",
-        *suite.options,
-        *files,
-    ]
+    pytest = [str(python), *"-m pytest -q -p no:cacheprovider --continue-on-collection-errors".split()]
+    command = [*pytest, *suite.options, *files]
     if arguments.only:
         command += ["-k", arguments.only]
     with (work / f"{suite.name}.log").open("wb") as log:
@@ -126,7 +104,9 @@ def run(suite: Suite, work: Path, arguments: argparse.Namespace) -> list[dict[st
             process.wait()
             raise
     if not outcomes.exists():
-        raise SystemExit(f"suites: {suite.name} ran no test:\n{log_end(work / f'{suite.name}.log')}")
+        raise SystemExit(
+            f"suites: {suite.name} ran no test:\n{(work / f'{suite.name}.log').read_text('utf-8', 'replace')[-3000:]}"
+        )
     lines = outcomes.read_text(encoding="utf-8").splitlines()
     return [{"suite": suite.name, **json.loads(line)} for line in lines]
 
@@ -178,10 +158,6 @@ def encoder_directory(name: str) -> Path:
     return package_directory(name) if name in PACKAGED_MODELS else ROOT / EMBEDDED_MODELS.get(name, name)
 
 
-def log_end(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-3000:]
-
-
 def report(lines: list[dict[str, Any]], *, failures: bool) -> int:
     """Print a row for each file and each suite. Return 1 if a suite has a share below the target."""
     print(f"{'suite':<10} {'file':<62} {'applicable':>10} {'passed':>6} {'failed':>6} {'ratio':>6} {'left out':>8}")
@@ -193,16 +169,13 @@ def report(lines: list[dict[str, Any]], *, failures: bool) -> int:
         status |= print_row(suite, "all", of_suite) < TARGET
         refused = sum(line["reason"].startswith("refused: ") and line["outcome"] == "passed" for line in of_suite)
         if refused:
-            print(f"{suite}: {refused} were refused by name, the slowest took {max(map(_seconds, of_suite)):.2f} s")
+            slowest = max(float(line.get("seconds", 0.0)) for line in of_suite)
+            print(f"{suite}: {refused} were refused by name, the slowest took {slowest:.2f} s")
     if failures:
         for line in lines:
             if line["outcome"] == "failed":
                 print(f"{line['file']}::{line['test']}: {line['reason']}")
     return int(status)
-
-
-def _seconds(line: dict[str, Any]) -> float:
-    return float(line.get("seconds", 0.0))
 
 
 def print_row(suite: str, file: str, lines: list[dict[str, Any]]) -> float:

@@ -18,8 +18,7 @@ def endless_checkpoint(
     token of the copy is one that the model never writes. A vocabulary that is smaller than `vocab_size` is filled up
     with tokens that have embeddings of 0: tests name ids that the vocabularies of the peers' models have.
     """
-    name = hashlib.sha256(json.dumps([str(base), temperature, template, vocab_size]).encode()).hexdigest()[:12]
-    folder = work / "checkpoints" / name
+    folder = _folder(work, str(base), temperature, template, vocab_size)
     if not folder.exists():
         shutil.copytree(base, folder)
         shape = _read(base / "config.json")
@@ -38,13 +37,16 @@ def endless_checkpoint(
 
 def long_checkpoint(base: Path, work: Path, context: int) -> Path:
     """Return a copy of `base` in `work` with a longer context, for tests that do not look at what the model says."""
-    name = hashlib.sha256(json.dumps([str(base), context]).encode()).hexdigest()[:12]
-    folder = work / "checkpoints" / name
+    folder = _folder(work, str(base), context)
     if not folder.exists():
         shutil.copytree(base, folder)
         for file, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
             _write(folder / file, _read(base / file) | {key: context})
     return folder
+
+
+def _folder(work: Path, *options: object) -> Path:
+    return work / "checkpoints" / hashlib.sha256(json.dumps(options).encode()).hexdigest()[:12]
 
 
 def _fill_vocabulary(folder: Path, given: int, wanted: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from tools.peers.suites.server_pool import ROOT
 from tools.peers.suites.sources import LLAMA_CPP, VLLM, Package
 
 DEMO = "app/demo/llama"
@@ -69,7 +69,6 @@ VLLM_FILES = (
     "serve/instrumentator/test_basic.py",
     "serve/tokenize/test_tokenization.py",
 )
-ROOT = Path(__file__).resolve().parents[3]
 CLIENTS = ROOT / "requirements" / "clients.in"
 CLIENT_FILES = ("agents", "clients", "dialects", "openai_tools", "encoder_clients", "oip")
 NODE_PACKAGES = (

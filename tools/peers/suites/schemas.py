@@ -59,14 +59,14 @@ class SchemaCheck:
             self._add(f"{origin}: {kind} documents", f"{name}: {document}", outcome, said, 0.0)
 
     def _compile(self, schema: Any) -> tuple[CompiledGrammar | None, str]:
+        source, bare = (
+            GrammarSource("json_schema", json.dumps(schema), "schema", is_open=True),
+            "schema cannot be followed: ",
+        )
         try:
-            return self._compiler.compile(
-                GrammarSource("json_schema", json.dumps(schema), "schema", is_open=True)
-            ), "compiled"
+            return self._compiler.compile(source), "compiled"
         except InvalidRequest as refusal:
-            return None, f"refused: {refusal.message}" if len(refusal.message) > len(
-                "schema cannot be followed: "
-            ) else ""
+            return None, f"refused: {refusal.message}" if len(refusal.message) > len(bare) else ""
 
     def _accepts_in_some_order(self, grammar: CompiledGrammar, tree: Any) -> bool:
         """Return True if a document is accepted: a key that is refused is tried further ahead, and then last."""

@@ -8,11 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-from tools.peers.ports import free_port
+from tools.peers.ports import free_port, is_answered
 
 ROOT = Path(__file__).resolve().parents[3]
 READY_SECONDS = 240.0
@@ -50,7 +48,7 @@ class ServerPool:
         clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         process = subprocess.Popen(launcher, cwd=ROOT, env=clean, stdout=log, stderr=log)
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + READY_SECONDS
-        while not answers(f"{url}/health"):
+        while not is_answered(f"{url}/health"):
             if process.poll() is not None or time.monotonic() > deadline:
                 process.kill()
                 log.seek(0)
@@ -66,11 +64,3 @@ class ServerPool:
     def close(self) -> None:
         for key in list(self._running):
             self._stop(key)
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False

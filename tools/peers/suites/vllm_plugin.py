@@ -6,13 +6,14 @@ that calls one of them tests a class and not a server, so it does not apply.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
@@ -101,11 +102,24 @@ class PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing: a placeholder has no code."""
 
 
+def _client(library: str, kind: str, path: str) -> Callable[..., Any]:
+    """Return a method that makes a client of a library for the server."""
+
+    def make(server: RemoteOpenAIServer, **options: Any) -> Any:
+        place = {"base_url": f"{server.url_root}{path}", "api_key": "none", "timeout": 300, "max_retries": 0}
+        return getattr(importlib.import_module(library), kind)(**place | options)
+
+    return make
+
+
 class RemoteOpenAIServer:
     """What the tests use of vLLM's class of the same name, with our server behind it."""
 
     DUMMY_API_KEY = "none"
     pool: ServerPool
+    get_client, get_async_client = _client("openai", "OpenAI", "/v1"), _client("openai", "AsyncOpenAI", "/v1")
+    get_client_anthropic = _client("anthropic", "Anthropic", "")
+    get_async_client_anthropic = _client("anthropic", "AsyncAnthropic", "")
 
     def __init__(self, model: str, vllm_serve_args: Sequence[str], **options: Any) -> None:
         given = list(map(str, vllm_serve_args))
@@ -150,29 +164,6 @@ class RemoteOpenAIServer:
 
     def url_for(self, *parts: str) -> str:
         return urljoin(f"{self.url_root}/", "/".join(part.strip("/") for part in parts))
-
-    def get_client(self, **options: Any) -> Any:
-        import openai
-
-        return openai.OpenAI(**self._client(options, "/v1"))
-
-    def get_async_client(self, **options: Any) -> Any:
-        import openai
-
-        return openai.AsyncOpenAI(**self._client(options, "/v1"))
-
-    def get_client_anthropic(self, **options: Any) -> Any:
-        import anthropic
-
-        return anthropic.Anthropic(**self._client(options, ""))
-
-    def get_async_client_anthropic(self, **options: Any) -> Any:
-        import anthropic
-
-        return anthropic.AsyncAnthropic(**self._client(options, ""))
-
-    def _client(self, options: dict[str, Any], path: str) -> dict[str, Any]:
-        return {"timeout": 300, "max_retries": 0, "base_url": f"{self.url_root}{path}", "api_key": "none"} | options
 
 
 def _value(words: Sequence[str], *names: str) -> str | None:

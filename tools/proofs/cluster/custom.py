@@ -53,7 +53,8 @@ def judged(findings: Findings, cluster: ControlPlane, name: str, under: str, kin
         f"components/{name}: accepted by the API server", accepted == list(kinds),
         f"{len(said.splitlines())} objects, of them {', '.join(accepted)}" if accepted else said, ", ".join(kinds),
     )  # fmt: skip
-    mistaken = [{"target": {"kind": kind}, "patch": yaml.safe_dump(MISTAKE)} for kind in _names(cluster, kinds)]
+    named = {each["spec"]["names"]["singular"]: each["spec"]["names"]["kind"] for each in cluster.get("crd")}
+    mistaken = [{"target": {"kind": named[kind]}, "patch": yaml.safe_dump(MISTAKE)} for kind in kinds]
     said = _applied(cluster, folder, name, under, mistaken)
     refused = said.count("spec.misspelt")
     findings.check(
@@ -88,9 +89,3 @@ def _established(cluster: ControlPlane) -> bool:
     return all(
         {"Established": "True"}.items() <= {one["type"]: one["status"] for one in each}.items() for each in conditions
     )
-
-
-def _names(cluster: ControlPlane, kinds: Sequence[str]) -> list[str]:
-    definitions = cluster.get("crd")
-    named = {each["spec"]["names"]["singular"]: each["spec"]["names"]["kind"] for each in definitions}
-    return [named[kind] for kind in kinds]

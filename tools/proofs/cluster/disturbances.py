@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tools.proofs.cluster.load import Outcome
+from tools.proofs.cluster.load import MAX_TOKENS, Outcome
 from tools.proofs.cluster.namespaces import wait
 from tools.proofs.cluster.programs import ADAPTER
 from tools.proofs.cluster.service import CLIENTS, NAMESPACE, POOL, REPLICAS, ROLLOUT_SECONDS, Fleet
@@ -110,27 +110,25 @@ def autoscaling(findings: Findings, fleet: Fleet) -> None:
         findings.skipped.append(f"autoscaling by our metrics: no {ADAPTER} in the folder of Kubernetes' programs.")
         return
     adapt(fleet.cluster)
-    with fleet.load(BUSY_CLIENTS):
-        found = _pods_added(fleet)
-    findings.check(
-        f"the autoscaler adds pods for {BUSY_CLIENTS} clients of pods that run {RUNNING} sequences, by our metrics",
-        "above target" in found, found, f"> {REPLICAS}",
-    )  # fmt: skip
-    _shrink(fleet)
+    _pods_added(findings, fleet, f"of pods that run {RUNNING} sequences, by our metrics", "above target", MAX_TOKENS)
     # A new autoscaler, because what the old one changed within the last four minutes limits it.
     fleet.cluster.kubectl("-n", NAMESPACE, "delete", "hpa", f"armature-{POOL}")
     fleet.apply()
     fleet.rolled_out()
-    with fleet.load(BUSY_CLIENTS, LONG_TOKENS):
-        found = _pods_added(fleet)
-    findings.check(
-        f"the autoscaler adds pods for {BUSY_CLIENTS} clients before any waits: pods that run all their requests",
-        "armature_requests_running above target" in found, found, f"> {REPLICAS}, by requests that run",
-    )  # fmt: skip
+    running = "before any waits: pods that run all their requests"
+    _pods_added(findings, fleet, running, "armature_requests_running above target", LONG_TOKENS)
+
+
+def _pods_added(findings: Findings, fleet: Fleet, what: str, reason: str, max_tokens: int) -> None:
+    """Load the pool until it has more pods, and then limit it again."""
+    with fleet.load(BUSY_CLIENTS, max_tokens):
+        found = _growth(fleet)
+    what = f"the autoscaler adds pods for {BUSY_CLIENTS} clients {what}"
+    findings.check(what, reason in found, found, f"> {REPLICAS}, {reason}")
     _shrink(fleet)
 
 
-def _pods_added(fleet: Fleet) -> str:
+def _growth(fleet: Fleet) -> str:
     """Wait until the autoscaler wants more pods. Returns how many, when, and the reason that its event gives."""
     cluster, name, began = fleet.cluster, f"armature-{POOL}", time.monotonic()
 

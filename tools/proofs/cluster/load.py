@@ -16,12 +16,11 @@ import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 
 from tools.proofs.cluster.namespaces import Place
+from tools.proofs.findings import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_SECONDS = 60.0
 PAUSE_SECONDS = 0.05  # after a failure, so that a refused client does not count thousands
 MAX_TOKENS = 24

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from tools.peers.nginx import whole
 from tools.proofs.cluster.disturbances import SETTLE_SECONDS
@@ -18,9 +17,8 @@ from tools.proofs.cluster.load import TIMEOUT_SECONDS, Load
 from tools.proofs.cluster.namespaces import wait
 from tools.proofs.cluster.node import Node
 from tools.proofs.cluster.service import CLIENTS, NAMESPACE, REPLICAS, Fleet
-from tools.proofs.findings import Findings
+from tools.proofs.findings import ROOT, Findings
 
-ROOT = Path(__file__).resolve().parents[3]
 PROXY, NGINX = "http://127.0.0.1:8001", "http://127.0.0.1:80"  # in the cluster's namespace
 READ_SECONDS = 5  # between readings of weights and endpoints
 LOST_SECONDS = 180.0  # until the node is taken for lost; 50 by default, and the controllers may be busy
@@ -71,7 +69,7 @@ def front(fleet: Fleet) -> Iterator[None]:
     lab, place, folder = cluster.lab, cluster.place, cluster.lab.folder / "nginx"
     folder.mkdir()
     servers, configuration = folder / "armature-servers.conf", folder / "nginx.conf"
-    text = (ROOT / "docs" / "nginx.conf").read_text().replace("/etc/nginx/", f"{folder}/")
+    text = (ROOT / "examples" / "nginx" / "nginx.conf").read_text().replace("/etc/nginx/", f"{folder}/")
     configuration.write_text(whole(folder, text))
     words = ("nginx", "-p", str(folder), "-c", str(configuration), "-e", "stderr")
     admin = str(cluster.keys / "admin.kubeconfig")

@@ -165,10 +165,8 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def remove_folder(folder: Path) -> None:

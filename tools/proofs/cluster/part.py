@@ -119,9 +119,9 @@ def first_apply(findings: Findings, cluster: ControlPlane) -> None:
             f"after {took:.0f} s", f"<= {FIRST_ANSWER_SECONDS:.0f} s",
         )  # fmt: skip
     except TimeoutError:
-        findings.check(
-            "`kubectl apply -k k8s/overlays/demo`: first answer", False, _states(cluster, "default"), "an answer"
-        )
+        pods = cluster.get("pods", "-n", "default")
+        states = "; ".join(f"{each['metadata']['name']} {each['status']['phase']}" for each in pods)
+        findings.check("`kubectl apply -k k8s/overlays/demo`: first answer", False, states or "no pods", "an answer")
     cluster.kubectl("delete", "-k", str(K8S / "overlays" / "demo"), "--wait", "--timeout=120s", check=False)
     wait(lambda: not cluster.get("pods", "-l", SERVERS), WAIT_SECONDS, "the demo's pods do not end")
 
@@ -155,11 +155,6 @@ def apply(findings: Findings, cluster: ControlPlane, nodes: list[Node]) -> Fleet
     answers = (asked(cluster, fleet.url(), fleet.key), asked(cluster, fleet.url()))
     findings.check("a request with the key, and one without", answers == ("", "401"), answers, ("", "401"))
     return fleet
-
-
-def _states(cluster: ControlPlane, namespace: str) -> str:
-    pods = cluster.get("pods", "-n", namespace)
-    return "; ".join(f"{each['metadata']['name']} {each['status']['phase']}" for each in pods) or "no pods"
 
 
 def save_pause(programs: Path, into: Path) -> None:

@@ -119,7 +119,10 @@ class Fleet:
         return [each for each in found if each["status"]["phase"] not in ended]
 
     def ready(self, pool: str = POOL) -> list[dict[str, Any]]:
-        return [each for each in self.pods(pool) if is_ready(each)]
+        ready = {"type": "Ready", "status": "True"}.items()
+        return [
+            pod for pod in self.pods(pool) if any(ready <= each.items() for each in pod["status"].get("conditions", []))
+        ]
 
     def url(self) -> str:
         return address(self.cluster, NAMESPACE)
@@ -130,10 +133,6 @@ class Fleet:
     def execute(self, pod: str, script: str) -> str:
         """Run a script in the pod's interpreter and return its output; how it ends does not matter."""
         return self.cluster.kubectl("-n", NAMESPACE, "exec", pod, "--", "python3", "-c", script, check=False)
-
-
-def is_ready(pod: dict[str, Any]) -> bool:
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in pod["status"].get("conditions", []))
 
 
 def address(cluster: ControlPlane, namespace: str) -> str:

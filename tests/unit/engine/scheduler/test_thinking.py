@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.scheduler.thinking import ThinkingState
+from app.engine.scheduler.batch import ThinkingState
 from app.messages import ThinkingLimit
 
 START, END = (7, 8), (4, 5)

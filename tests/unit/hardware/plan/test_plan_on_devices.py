@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import PlanImpossible
+from app.errors import NoRecipe, PlanImpossible
 from app.hardware.facts import Cgroup, CudaDevice, Facts, Needs
 from app.hardware.plan import memory_budget
 from app.hardware.plan.plan import ServingPlan, make_plan
@@ -37,6 +37,7 @@ def with_gpu(free: int, memory: int = 80 * GIB, **changes: Any) -> Facts:
         ("h200", {}, ("bf16", "bfloat16", "bf16")),
         ("h200", {"precision": "fp32"}, ("fp32", "float32", "fp32")),
         ("h200", {"precision": "int4"}, ("int4", "bfloat16", "bf16")),
+        ("h200", {"precision": "fp8"}, ("fp8", "bfloat16", "bf16")),
         ("mac-m1", {}, ("fp16", "float16", "fp16")),
         ("mac-m1", {"precision": "int4"}, ("int4", "float16", "fp16")),
         ("mac-m1", {"precision": "bf16"}, ("bf16", "bfloat16", "bf16")),
@@ -52,6 +53,26 @@ def test_in_what_things_are_held(
     plan = chosen(recorded(host), llama_1b, **asked)
     assert (plan.weights.precision, plan.weights.dtype, plan.weights.kv_precision) == held
     assert plan.placement.device == ("mps" if host.startswith("mac") else "cuda")
+
+
+def test_the_codes_of_a_checkpoint_in_fp8_are_kept_on_an_nvidia_gpu(recorded: Recorded, llama_1b: Needs) -> None:
+    held = {"bf16": 2_000_000_000, "fp8": 1_000_000_000}
+    needs = dataclasses.replace(llama_1b, stored_quantization="FP8", keeps_fp8=True, device_bytes_by_precision=held)
+    plan = chosen(recorded("h200"), needs)
+    assert (plan.weights.precision, plan.weights.dtype, plan.memory.weight_bytes) == ("fp8", "bfloat16", held["fp8"])
+    assert plan.decisions["precision"].reason == (
+        "It keeps the codes and scales of the checkpoint as they are. The checkpoint's weights are FP8."
+    )
+    assert "more are quantized to FP8 too" in plan.decisions["dtype"].reason
+    older = chosen(with_gpu(70 * GIB), needs)  # an A100
+    assert older.weights.precision == "fp8" and "need compute capability 8.9" in older.decisions["dtype"].reason
+    for asked in ({"quality_budget": 0}, {"precision": "bf16"}):
+        assert chosen(recorded("h200"), needs, **asked).weights.precision == "bf16"
+    others = chosen(recorded("h200"), dataclasses.replace(needs, keeps_fp8=False), precision="fp8")
+    assert others.decisions["precision"].reason.endswith("their values are computed and rounded again.")
+    assert chosen(recorded("h200"), needs, device="cpu").weights.precision == "bf16"
+    with pytest.raises(NoRecipe, match="Precision fp8 on cpu"):
+        chosen(recorded("h200"), needs, device="cpu", precision="fp8")
 
 
 def test_the_plan_says_why_an_m1_computes_in_fp16(recorded: Recorded, llama_1b: Needs) -> None:

@@ -1,0 +1,135 @@
+"""Weights in eight-bit floats (E4M3) on an NVIDIA GPU, with a scale for each block of outputs and inputs.
+
+A block may be one output or the whole weight. Few rows are multiplied by the codes with 16-bit activations (W8A16), on
+any GPU. Many rows are quantized too, one scale for each, if the weight has a scale for each output and the GPU multiplies
+E4M3 (W8A8, from compute capability 8.9 on); otherwise the weight is dequantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from armature_kernels.linear.device import copy_bias_to_device
+from armature_kernels.linear.device_int4 import shared_scratch
+from armature_kernels.linear.device_int8 import DeviceInt8Factory, DeviceInt8Linear
+from armature_kernels.linear.layout import MAX_CODE_ROWS, MIN_FP8_CAPABILITY, device_fp8_bytes
+from armature_kernels.triton.support import triton_usable
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_ALIGNMENT = 16  # elements, in both sizes of a weight that `torch._scaled_mm` multiplies
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFp8Factory(DeviceInt8Factory):
+    """Holds weights in E4M3 on `device`, for activations of `dtype`.
+
+    `block`: how many outputs and inputs share a scale in the checkpoint, whose codes are kept; None: each output has a
+    scale, and the weight is quantized.
+    """
+
+    block: tuple[int, int] | None = None
+
+    def empty_form(self, outputs: int, inputs: int, bias: Tensor | None) -> DeviceFp8Linear:
+        """Return an uninitialised form [outputs, inputs] that `fill` or `fill_stored` completes."""
+        shared_scratch(self.device, self.dtype).reserve(outputs, inputs)
+        return DeviceFp8Linear((outputs, inputs), bias, self)
+
+    def weight_bytes(self, outputs: int, inputs: int) -> int:
+        """Return the bytes of a weight without its bias; a product of few rows reads all of them."""
+        return device_fp8_bytes(outputs, inputs, self.block)
+
+
+class DeviceFp8Linear(DeviceInt8Linear):
+    """A weight [out, in] as codes E4M3 [out, in] and FP32 scales of blocks [out / height, in / width]."""
+
+    __slots__ = ("multiplies_codes",)
+
+    def __init__(self, shape: tuple[int, int], bias: Tensor | None, packing: DeviceFp8Factory) -> None:
+        (outputs, inputs), device = shape, packing.device
+        self.shape, self.max_code_rows = shape, MAX_CODE_ROWS
+        self.scratch, self.block = shared_scratch(device, packing.dtype), packing.block or (1, inputs)
+        height, width = self.block
+        grid = (-(-outputs // height), -(-inputs // width))
+        self.codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+        self.scales = torch.empty(grid, dtype=torch.float32, device=device)
+        self.bias = copy_bias_to_device(bias, torch.empty(0, dtype=packing.dtype, device=device))
+        is_aligned = grid[1] == 1 and outputs % _ALIGNMENT == inputs % _ALIGNMENT == 0
+        self.multiplies_codes = is_aligned and multiplies_fp8(device, packing.dtype)
+
+    def fill(self, first: int, rows: Tensor) -> None:
+        """Quantize rows [n, in] as outputs `[first, first + n)` on the device, a scale for each."""
+        own = slice(first, first + len(rows))
+        self.codes[own], self.scales[own] = quantize_fp8(rows.to(self.codes.device))
+
+    def fill_stored(self, first: int, codes: Tensor, scales: Tensor) -> None:
+        """Copy codes uint8 [n, in] as outputs `[first, first + n)`, and their scales [n, in / width]."""
+        device = self.codes.device
+        self.codes[first : first + len(codes)].view(torch.uint8).copy_(codes)
+        self.scales[torch.arange(first, first + len(codes), device=device) // self.block[0]] = scales.to(device)
+
+    def multiply_many(self, rows: Tensor) -> Tensor:
+        if not self.multiplies_codes:
+            return super().multiply_many(rows)
+        codes, scales = self._quantized(rows.contiguous())
+        own = self.scales.repeat_interleave(self.block[0], 0)[: self.shape[0]]
+        return scaled_product(codes, scales, self.codes, own, self.bias)
+
+    @staticmethod
+    def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+        if not triton_usable(rows):
+            return quantize_fp8(rows)
+        from armature_kernels.triton.linear import quantize_rows
+
+        return quantize_rows(rows)
+
+    def dequantized(self) -> Tensor:
+        out = self.scratch.view(*self.shape)
+        if triton_usable(out):
+            from armature_kernels.triton.linear import dequantize_codes
+
+            return dequantize_codes(self.codes, self.scales, self.block, out)
+        height, width = self.block
+        out.copy_(self.codes)
+        scales = self.scales.repeat_interleave(height, 0)[: len(out)]
+        for group in range(scales.shape[1]):
+            out[:, group * width : (group + 1) * width].mul_(scales[:, group, None])
+        return out
+
+
+def quantize_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize rows [n, in] to E4M3 with a scale FP32 [n, 1] for each; the largest of a row has the largest code."""
+    values = rows.float()
+    scales = (values.abs().amax(1, keepdim=True) / _LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+    return (values / scales).to(torch.float8_e4m3fn), scales
+
+
+def scaled_product(codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply codes [n, in] with scales [n, 1] by a weight [out, in] with scales [out, 1]; the result is BF16."""
+    product: Tensor = torch._scaled_mm(
+        codes, weight.t(), scale_a=scales, scale_b=weight_scales.view(1, -1), bias=bias, out_dtype=torch.bfloat16
+    )
+    return product
+
+
+@cache
+def multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if this GPU and this torch multiply E4M3 with a scale for each row.
+
+    The test waits for the device, so it runs while weights are loaded and never during a step.
+    """
+    if (
+        device.type != "cuda"
+        or dtype != torch.bfloat16
+        or torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY
+    ):
+        return False
+    codes, scales = quantize_fp8(torch.ones(2 * _ALIGNMENT, _ALIGNMENT, device=device))
+    try:
+        product = scaled_product(codes, scales, codes, scales, None)
+    except RuntimeError:  # not for this GPU or in this build
+        return False
+    return bool((product == _ALIGNMENT).all())
