@@ -17,8 +17,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope
 
-from app.api.access import header
-from app.api.connection_limits import client_network
+from app.api.access import client_network, header
 from app.errors import BodyTooLarge, InvalidRequest, Overloaded, RequestError
 
 MAX_BODY_BYTES = 16 * 2**20  # several times a context of a million tokens as text

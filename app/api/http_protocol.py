@@ -23,15 +23,15 @@ import json
 import logging
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from app.api.access import ConnectionLimits, client_network
 from app.api.bodies import HAS_ARRIVED
-from app.api.connection_limits import ConnectionLimits, client_network
 from app.api.errors import NATIVE_ERRORS, HttpError
 from app.api.middleware import DEPARTURE, Departure
 from app.api.routing import new_id
@@ -47,6 +47,7 @@ PART_BYTES = 4096
 MAX_PARSED_REQUESTS = 64
 # Bytes behind them that are not parsed yet; reading pauses beyond.
 MAX_UNPARSED_BYTES = 64 * 1024
+MAX_JOINED_BYTES = 16 * 1024  # of parts of a response that wait to be sent together
 # Bytes that a client must take within the write timeout while more wait for it: half a kilobyte per second.
 MIN_READ_BYTES = 16 * 1024
 # A client that has closed its side is asked so often whether it is still there. It sees one more interim response.
@@ -92,6 +93,39 @@ class _HeldFlow(FlowControl):
             super().resume_reading()
 
 
+class JoinedWrites:
+    """The transport for responses. It sends the parts that are written in one turn of the event loop together.
+
+    uvloop calls the kernel for each write: a stream begins with a head and two events, and ends with three parts.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self.parts: list[bytes] = []
+        self._num_bytes = 0
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_JOINED_BYTES:
+            self.flush()
+            self._transport.write(data)
+            return
+        if not self.parts:
+            self._loop.call_soon(self.flush)
+        self.parts.append(data)
+
+    def flush(self) -> None:
+        self._num_bytes = 0
+        if self.parts:
+            self._transport.write(b"".join(self.parts))
+            self.parts.clear()
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. `limits` are shared by all connections of a server."""
 
@@ -119,6 +153,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow: _HeldFlow = _HeldFlow(transport)
+        self._output = JoinedWrites(transport, self.loop)
         self.address = client_network(self.client)
         if self.on_connected is not None:
             self.on_connected()
@@ -133,6 +168,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.limits.leave(self)
         self.limits.unread.pop(self, None)
         self._unparsed = b""
+        self._output.parts.clear()
         for timer in (self._deadline, self._write_timer, self._probe_timer):
             if timer is not None:
                 timer.cancel()
@@ -326,6 +362,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
+        cycle.transport = cast(asyncio.Transport, self._output)
         self._departure = Departure()
         extensions: dict[str, Any] = {DEPARTURE: self._departure, HAS_ARRIVED: lambda: not cycle.more_body}
         cycle.scope["extensions"] = extensions
@@ -338,6 +375,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # ---- responses ---------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
+        self._output.flush()
         super().on_response_complete()
         if self.transport.is_closing():
             self._watch_reader()
@@ -361,7 +399,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self._broken_by = error
-            self.transport.close()
+            self._output.close()
             return
         self._send_error(error)
 
@@ -413,11 +451,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _direct_write(self, cycle: RequestResponseCycle) -> Callable[[bytes], None]:
         """Return a function that writes part of a response that has begun and has no length."""
-        write_to_socket = self.transport.write
+        write_to_socket, waiting, flush = self.transport.write, self._output.parts, self._output.flush
 
         def write(data: bytes) -> None:
             if not (cycle.disconnected or cycle.response_complete):
                 assert cycle.chunked_encoding, "a stream has no length"
+                if waiting:
+                    flush()
                 write_to_socket(b"%x\r\n%b\r\n" % (len(data), data))
 
         return write

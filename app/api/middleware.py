@@ -22,8 +22,8 @@ from app.api.errors import NATIVE_ERRORS, ErrorFormat, to_http_error
 from app.api.routing import ARRIVED_BODY, new_id
 from app.api.streaming import format_sse
 from app.errors import BodyTooLarge, RequestError, ServiceStopping
-from app.service.request_log import CLIENT_REQUEST, ClientRequest, log_request, request_level
-from app.service.request_log import log as request_log
+from app.service.requests import CLIENT_REQUEST, ClientRequest, log_request, request_level
+from app.service.requests import log as request_log
 from app.tracing.request_trace import RequestSpan
 
 DEPARTURE = "armature.departure"

@@ -42,8 +42,7 @@ from app.errors import (
     WrongModelKind,
 )
 from app.metrics.instruments import Api, Metrics, refusal_of
-from app.service.request_log import CLIENT_REQUEST
-from app.service.requests import DirectOutput, Encoded, EncodingRequest
+from app.service.requests import CLIENT_REQUEST, DirectOutput, Encoded, EncodingRequest
 from app.service.served_model import ServedDecoder, ServedTasks
 from app.service.service import Service
 from app.tracing.request_trace import Tracer

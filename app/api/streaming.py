@@ -21,7 +21,6 @@ from starlette.types import Message, Receive, Scope, Send
 from app.api.errors import ErrorFormat, to_http_error
 from app.errors import RequestError
 from app.messages import FinishReason, Timings
-from app.service.request_log import note_error
 from app.service.requests import (
     Accepted,
     ChoiceFinished,
@@ -32,6 +31,7 @@ from app.service.requests import (
     StreamEvent,
     TextDelta,
     Usage,
+    note_error,
 )
 from app.text.tool_calls import ToolCallDelta
 

@@ -56,7 +56,7 @@ from app.server.process import PunctualServer, server_config, tls_context
 from app.server.startup import FLUSH_SECONDS, ModelFront, ServedStart, api_runtime
 from app.server.subprocesses import belong_to_server, inherited_descriptors
 from app.service.admission import OpenCounts
-from app.service.request_log import CLIENT_REQUEST, ClientRequest
+from app.service.requests import CLIENT_REQUEST, ClientRequest
 from app.service.served_model import ServedDecoder
 from app.settings import parse_adapters
 from app.tracing.start import start_tracer

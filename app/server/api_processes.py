@@ -52,7 +52,7 @@ from app.server.startup import EngineBeside, ServedStart
 from app.server.subprocesses import RestartDelay, describe_end, launch
 from app.service.admission import OpenCounts
 from app.service.rate_limit import RateLimiter
-from app.service.request_log import CLIENT_REQUEST, ClientRequest
+from app.service.requests import CLIENT_REQUEST, ClientRequest
 from app.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 
-from app.engine.scheduler.prefix_index import block_hashes
+from app.engine.scheduler.kv_allocator import block_hashes
 from app.engine.worker import Callbacks, State
 from app.errors import ArmatureError, NotReady, RequestError
 from app.messages import Abort, Command, Encode, EngineRequest, Event, Generate, RequestFailed

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from app.api.connection_limits import client_network
+from app.api.access import client_network
 from app.api.http_protocol import BoundedProtocol
 from app.errors import SettingsInvalid
 from app.settings import unix_path_of

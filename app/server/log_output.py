@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.style import Style
 
-from app.service.request_log import REQUEST_LOGGER
+from app.service.requests import REQUEST_LOGGER
 from app.settings import Settings
 
 MAX_QUEUED_LINES = 10_000  # lines of requests that wait to be written, some 1 KB each

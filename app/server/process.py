@@ -20,9 +20,8 @@ from typing import Any, cast
 
 import uvicorn
 
-from app.api.access import ApiKeys
+from app.api.access import RESERVED_CONNECTIONS, ApiKeys, ConnectionLimits
 from app.api.application import Application, create_app
-from app.api.connection_limits import RESERVED_CONNECTIONS, ConnectionLimits
 from app.api.http_protocol import BoundedProtocol, ProtocolFactory, protocol_factory
 from app.api.routing import OTHER
 from app.engine.worker import SWITCH_SECONDS

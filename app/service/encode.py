@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, RequestTimeout, WrongModelKind
 from app.messages import ArraysReady, Encode, Infer, RunTask, Signature, Text
-from app.service.open_request import OpenRequest
+from app.service.engine_client import OpenRequest
 from app.service.program_pictures import picture_rows
 from app.service.prompt import SHORT_CHARACTERS, check_embedded, check_ids
 from app.service.requests import (

@@ -1,4 +1,4 @@
-"""What all requests share: the worker's mailbox and events, admission control, and the threads that read prompts.
+"""What all requests share: the worker's mailbox and events, admission, the threads that read prompts, and a request's life.
 
 Everything runs on the event loop. The worker thread only calls `on_events` and `on_worker_exit`.
 """
@@ -6,26 +6,43 @@ Everything runs on the event loop. The worker thread only calls `on_events` and 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
 
-from app.errors import NotReady, RequestError, RequestTimeout, ServiceStopping
-from app.messages import Command, Event, GrammarSource, RequestFailed
-from app.metrics.instruments import Metrics
+from app.errors import InvalidRequest, NotReady, RequestError, RequestTimeout, ServiceStopping
+from app.messages import (
+    Abort,
+    Command,
+    Encode,
+    EngineRequest,
+    Event,
+    Generate,
+    GrammarSource,
+    Infer,
+    LoadedAdapter,
+    RequestFailed,
+    RunTask,
+    Timings,
+)
+from app.metrics.instruments import Api, Exemplar, Metrics, Outcome, Refusal, refusal_of
 from app.metrics.load_progress import LoadProgress
 from app.metrics.steps import EngineSnapshot
-from app.service.admission import Admission, OpenCounts
+from app.service.adapters import Adapter, Adapters
+from app.service.admission import Admission, OpenCounts, Permit
 from app.service.pictures import ReadPicture, check_pictures
-from app.service.requests import Picture
+from app.service.requests import ClientRequest, Picture
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.text.child_process import CANCELLED
 from app.text.grammar import CompiledGrammar
@@ -34,7 +51,8 @@ T = TypeVar("T")
 # An event of the worker with its arrival time; None when the request has timed out.
 TimedEvent = tuple[Event, float] | None
 
-_PREDICTED = 8  # of so many requests, the wait of one is predicted, for its error: that takes 30 µs of the event loop
+# Within so many seconds, the wait of one request is predicted, for its error: that takes 30 to 100 µs of the event loop.
+_PREDICTION_SECONDS = 0.1
 _GAIN = 0.1  # weight of a new text in the running mean
 # Of the threads that read pictures: while tokens are computed too, they get about a quarter of the time.
 _PICTURES_NICENESS = 5
@@ -85,7 +103,8 @@ class EngineClient:
         self.timeout_seconds = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
-        self._counter, self._num_sent = count(place.number, place.num_processes), count()
+        self._counter = count(place.number, place.num_processes)
+        self._predicted_at = -math.inf
         self._steps: deque[Sequence[Event]] = deque()
         self._is_woken = False
         self.is_late = False  # while several steps are delivered, whose tokens are written together
@@ -185,7 +204,10 @@ class EngineClient:
 
     def note_sent(self, num_tokens: int) -> float | None:
         """Note a request that is about to be sent, and return the predicted seconds to its first token, or None."""
-        return self.admission.send(num_tokens, is_predicted=next(self._num_sent) % _PREDICTED == 0)
+        is_predicted = (now := self.clock()) - self._predicted_at >= _PREDICTION_SECONDS
+        if is_predicted:
+            self._predicted_at = now
+        return self.admission.send(num_tokens, is_predicted)
 
     def unregister(self, request_id: str) -> None:
         del self._listeners[request_id]
@@ -246,6 +268,11 @@ def _slow_prompt() -> RequestTimeout:
     return RequestTimeout("Reading the prompt took longer than the request timeout.")
 
 
+def _wake(waiter: asyncio.Future[None], is_cancelled: bool) -> None:
+    if not waiter.done():
+        waiter.cancel() if is_cancelled else waiter.set_result(None)
+
+
 def _give_way(niceness: int) -> None:
     """Lower the priority of this thread and of those that it starts. Only Linux has priorities of threads."""
     if niceness and sys.platform == "linux":
@@ -293,7 +320,7 @@ class TextPool:
         Raises `RequestTimeout` after the timeout.
         """
         assert self._pool is not None, "open() starts the pool before the first request"
-        flag, context = threading.Event(), copy_context()
+        loop, flag, context = asyncio.get_running_loop(), threading.Event(), copy_context()
         context.run(CANCELLED.set, flag)
         with self._lock:
             self._flags[flag] = num_bytes
@@ -302,16 +329,19 @@ class TextPool:
         except RuntimeError:  # the pool is closed, or no thread can be started
             self._end(flag)
             raise
-        work.add_done_callback(lambda _: self._end(flag))
-        waiter, late = asyncio.wrap_future(work), list[bool]()
+        waiter, late = loop.create_future(), list[bool]()
 
-        def expire(waiting: asyncio.Future[T]) -> None:
-            late.append(waiting.cancel())
+        def end(ended: Future[T]) -> None:
+            self._end(flag)
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(_wake, waiter, ended.cancelled())
 
-        # Cheaper than `asyncio.timeout`.
-        timer = asyncio.get_running_loop().call_later(self._timeout_seconds, expire, waiter)
+        # Cheaper than `asyncio.wrap_future` and `asyncio.timeout`.
+        work.add_done_callback(end)
+        timer = loop.call_later(self._timeout_seconds, lambda: late.append(waiter.cancel()))
         try:
-            return await waiter
+            await waiter
+            return work.result()
         except asyncio.CancelledError:
             if any(late):
                 raise _slow_prompt() from None
@@ -319,7 +349,8 @@ class TextPool:
         finally:
             timer.cancel()
             flag.set()
-            del work, waiter  # they hold their error, and the error this frame: the cycle would keep the texts for long
+            work.cancel()
+            del work  # it holds its error, and the error this frame: the cycle would keep the texts for long
 
     def _timed(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
         began = time.monotonic()
@@ -333,3 +364,180 @@ class TextPool:
     def _end(self, flag: threading.Event) -> None:
         with self._lock:
             self._flags.pop(flag, None)
+
+
+# ---- the life of a request --------------------------------------------------------------------------------------------
+
+
+# The phase of a trace in which the engine computes: for a completion, what comes before its first token.
+_COMPUTES: Mapping[type[EngineRequest], str] = {Generate: "prefill", Encode: "encode", Infer: "infer", RunTask: "infer"}
+
+
+class OpenRequest:
+    """A request that has arrived and not ended. It is open while a `with` block runs.
+
+    The block calls, in this order: `use_adapter`, `admit`, `reserve` and `hold` once the size is known, `send`, and
+    `next_event` until the answer is complete. Each may raise a `RequestError`. However the block ends, the request ends
+    once: the worker forgets it, its place, bytes, tokens and adapter are given back, and it is counted, logged and
+    traced.
+
+    The block counts the tokens, and sets `outcome` when the answer is complete and `is_over` when the worker has
+    nothing left to compute for it. `timings` are those of the first result; None before.
+    """
+
+    def __init__(self, client: EngineClient, api: Api, http: ClientRequest) -> None:
+        self.client, self.api, self.http = client, api, http
+        self.arrived_at = client.clock()
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_completion_tokens = 0
+        self.timings: Timings | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at = 0.0
+        self.outcome: Outcome = "failed"
+        self._refusal: Refusal | None = None
+        self.exemplar: Exemplar | None = None
+        self._num_reserved = 0
+        self._adapter: tuple[Adapters, Adapter] | None = None
+        self._permit: Permit | None = None
+        self._events: deque[TimedEvent] = deque()
+        self._waiting: asyncio.Future[None] | None = None  # the reader's, for the next event
+        self._command: EngineRequest | None = None  # from `send` on
+        self._timer: asyncio.TimerHandle | None = None
+        self._predicted: tuple[float, float] | None = None  # seconds to the first token, and when they were predicted
+        self._is_accepted = self.is_over = False
+        if http.trace is not None:
+            self.exemplar, http.trace.api = http.trace.exemplar, api
+
+    def __enter__(self) -> Self:
+        return self
+
+    # ---- before it is sent -----------------------------------------------------------------------------------------
+
+    def use_adapter(self, adapters: Adapters, name: str) -> LoadedAdapter:
+        """Keep an adapter loaded until the end. Raises `ModelNotFound` if it is not served."""
+        self._adapter = adapters, adapters.acquire(name)
+        return self._adapter[1].loaded
+
+    def admit(self) -> None:
+        """Take a place among the open requests. Raises `Overloaded` if there is none."""
+        self._permit = self.client.admission.permit()
+
+    async def reserve(self, num_tokens: int) -> None:
+        """Reserve the most tokens that it may have in its client's account. Raises `RateLimited`."""
+        if self.http.account is not None:
+            await self.http.account.reserve(num_tokens)
+            self._num_reserved += num_tokens
+
+    def hold(self, num_bytes: int) -> None:
+        """Reserve the bytes that it holds. Raises `Overloaded` if other requests hold too many."""
+        assert self._permit is not None, "a request is admitted before it holds bytes"
+        self._permit.hold(num_bytes)
+
+    # ---- in the worker ---------------------------------------------------------------------------------------------
+
+    def send(self, command: EngineRequest, num_tokens: int) -> None:
+        """Send it to the worker, which computes so many tokens, or rows, until the first result.
+
+        Raises `NotReady` if the worker has stopped, and `ServiceStopping` if it is about to.
+        """
+        client = self.client
+        deadline = self.arrived_at + client.timeout_seconds
+        self._timer = client.register(command.request_id, self.arrive, self._expire, deadline)
+        self._command = command
+        seconds = client.note_sent(num_tokens)
+        self._predicted = None if seconds is None else (seconds, client.clock())
+        client.worker.put(command)
+        self._is_accepted = True
+
+    def _expire(self) -> None:
+        """Time out. Its engine capacity and its place become free at once, even if nobody looks at the result."""
+        assert self._command is not None and self._permit is not None, "the timer starts when the request is sent"
+        self.client.worker.put(Abort(self._command.request_id, reason="timeout"))
+        self._permit.release()
+        self.arrive(None)
+
+    def arrive(self, timed_event: TimedEvent) -> None:
+        """Take an event of the worker, or None when the request times out."""
+        self._events.append(timed_event)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def next_event(self) -> tuple[Event, float] | None:
+        """Return the worker's next event and its time; None after a timeout. Raises the error of a `RequestFailed`."""
+        while not self._events:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        return self.checked(self._events.popleft())
+
+    def checked(self, timed_event: TimedEvent) -> TimedEvent:
+        if timed_event is None:
+            self.is_over = True
+        elif isinstance(timed_event[0], RequestFailed):
+            raise timed_event[0].error.with_traceback(None)
+        return timed_event
+
+    def note_first_result(self, timings: Timings, now: float) -> None:
+        self.timings = timings
+        if self._predicted is not None:
+            self.client.metrics.wait_measured(self._predicted[0], now - self._predicted[1])
+
+    # ---- its end ---------------------------------------------------------------------------------------------------
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._leave_worker()
+        if self._permit is not None:
+            self._permit.release()
+        if self._adapter is not None:
+            adapters, adapter = self._adapter
+            adapters.release(adapter)
+        if isinstance(error, GeneratorExit | asyncio.CancelledError):
+            self.outcome = "aborted"
+        elif isinstance(error, RequestError):
+            self._note_error(error)
+        self._report()
+
+    def _leave_worker(self) -> None:
+        if self._timer is None or self._command is None:
+            return
+        self._timer.cancel()
+        self.client.unregister(self._command.request_id)
+        if self._is_accepted and not self.is_over:
+            self.client.worker.put(Abort(self._command.request_id))
+
+    def _note_error(self, error: RequestError) -> None:
+        """Note the error that its client gets. The worker too can find that a request can never be served."""
+        self.http.error = error.code
+        if self.http.trace is not None:
+            self.http.trace.error = self.http.trace.error or error.code
+        if isinstance(error, RequestTimeout):
+            self.outcome = "timeout"
+        elif isinstance(error, InvalidRequest) or not self._is_accepted:
+            self._refusal = refusal_of(error)
+
+    def _report(self) -> None:
+        http, metrics = self.http, self.client.metrics
+        prompt, completion = self.num_prompt_tokens, self.num_completion_tokens
+        first_token_seconds = None if self.first_token_at is None else self.first_token_at - self.arrived_at
+        if http.account is not None:
+            http.account.settle(self._num_reserved, prompt + completion)
+        queue_seconds = None if self.timings is None else self.timings.queue_seconds
+        http.add(prompt, completion, queue_seconds, first_token_seconds)
+        if http.trace is not None:
+            http.trace.add_tokens(prompt, self.num_cached_tokens, completion)
+            http.trace.add_times(self.arrived_at, self._phase_ends(), first_token_seconds)
+        if self._refusal is not None:
+            metrics.refused(self.api, self._refusal)
+            return
+        metrics.request_lengths(prompt, completion)
+        metrics.request_ended(self.api, self.outcome, self.client.clock() - self.arrived_at, self.exemplar)
+
+    def _phase_ends(self) -> dict[str, float]:
+        """Return when its phases have ended, as far as they have begun; the decode with the last token."""
+        if self.timings is None or self._command is None:
+            return {}
+        started = self.arrived_at + self.timings.queue_seconds
+        seconds = self.timings.prefill_seconds + self.timings.encode_seconds
+        ends = {"queue": started, _COMPUTES[type(self._command)]: started + seconds}
+        is_decoded = self.first_token_at is not None and self.last_token_at != self.first_token_at
+        return ends | {"decode": self.last_token_at} if is_decoded else ends

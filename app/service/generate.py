@@ -21,13 +21,12 @@ from app.messages import (
     TokenScore,
     TokensReady,
 )
-from app.service.engine_client import EngineClient, TimedEvent
-from app.service.open_request import OpenRequest
+from app.service.engine_client import EngineClient, OpenRequest, TimedEvent
 from app.service.prompt import SCORE_BYTES, Prompt, is_read_at_once, prompt_size, read_prompt
-from app.service.request_log import ClientRequest
 from app.service.requests import (
     Accepted,
     ChoiceFinished,
+    ClientRequest,
     DirectOutput,
     GenerationRequest,
     PromptToken,

@@ -18,13 +18,13 @@ from app.metrics.steps import EngineSnapshot
 from app.metrics.vllm_names import vllm_metrics
 from app.service import encode
 from app.service.adapters import Adapters, AdapterStore
-from app.service.engine_client import EngineClient, ProcessPlace, WorkerInterface
+from app.service.engine_client import EngineClient, OpenRequest, ProcessPlace, WorkerInterface
 from app.service.generate import OpenGeneration
-from app.service.open_request import OpenRequest
 from app.service.pictures import ReadPicture, place_pictures
 from app.service.prompt import ALL_TOKENS, chat_token_ids, check_ids, messages_size, render_chat
-from app.service.request_log import CLIENT_REQUEST, ClientRequest
 from app.service.requests import (
+    CLIENT_REQUEST,
+    ClientRequest,
     DirectOutput,
     Encoded,
     EncodingRequest,

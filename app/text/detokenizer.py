@@ -47,8 +47,9 @@ class IncrementalDetokenizer:
         )
         self._stops, self._has_stops = StopStrings(stops, include_stop, hidden), bool(stops)
         self._early_tokens = min_tokens
-        self._window = self._context_window(context)
-        self._shown = self._context_length()  # characters of the window's text that were already returned
+        self._window = self._context_window(context) if context else []
+        # Characters of the window's text that were already returned.
+        self._shown = self._context_length() if self._window else 0
         self._is_whole = False  # True if that is all of the window's text, which has a token at least
 
     @property

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from app.api.access import ConnectionLimits
 from app.api.application import create_app
-from app.api.connection_limits import ConnectionLimits
 from app.api.routing import ApiRuntime
 from app.server.listeners import listen
 from app.server.process import PunctualServer, server_config, tls_context

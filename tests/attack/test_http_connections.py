@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from app.api import connection_limits as connection_limits_module
+from app.api import access as access_module
 from app.api import http_protocol
-from app.api.connection_limits import RESERVED_CONNECTIONS, ConnectionLimits
+from app.api.access import RESERVED_CONNECTIONS, ConnectionLimits
 from app.server.process import RESERVED_FILES, connection_limits
 from app.settings import Settings
 from tests.api.scripted_service import ScriptedService, deltas
@@ -62,7 +62,7 @@ def test_a_last_response_that_is_not_read_ends_too() -> None:
 
 
 def test_unread_bytes_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits_module, "MAX_UNREAD_BYTES", 30_000_000)
+    monkeypatch.setattr(access_module, "MAX_UNREAD_BYTES", 30_000_000)
     service = ScriptedService(scripts=[deltas("x" * 20_000_000)])
     with attacked(service, write_timeout_seconds=600) as server, contextlib.ExitStack() as stack:
         for number in range(3):

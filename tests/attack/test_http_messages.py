@@ -299,3 +299,30 @@ def test_bytes_in_a_body_and_no_complete_request(server: AttackServer) -> None:
     assert answer.status == 400
     until(lambda: server.num_connections == 0)
     assert not server.service.requests
+
+
+class Writes(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bytes | None] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.seen.append(bytes(data))
+
+    def close(self) -> None:
+        self.seen.append(None)
+
+
+async def test_parts_of_a_response_that_come_in_one_turn_of_the_event_loop_are_one_write() -> None:
+    transport, large = Writes(), b"x" * (http_protocol.MAX_JOINED_BYTES + 1)
+    output = http_protocol.JoinedWrites(transport, asyncio.get_running_loop())
+    output.write(b"head ")
+    output.write(b"event")
+    assert not transport.seen
+    await asyncio.sleep(0)
+    assert transport.seen == [b"head event"]
+    for part in (b"one", large, b"two"):
+        output.write(part)
+    output.close()
+    await asyncio.sleep(0)
+    assert transport.seen[1:] == [b"one", large, b"two", None]

@@ -20,7 +20,7 @@ from app.server.process import tls_context
 from app.server.startup import is_local_only, read_api_keys
 from app.service import rate_limit
 from app.service.rate_limit import RateLimiter
-from app.service.request_log import CLIENT_REQUEST, ClientRequest
+from app.service.requests import CLIENT_REQUEST, ClientRequest
 from app.settings import Settings, given_settings, load_settings, parse_rate_limit
 from fake_worker import request as generation
 from fake_worker import serving

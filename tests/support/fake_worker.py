@@ -28,8 +28,7 @@ from app.metrics.steps import EngineSnapshot
 from app.service.engine_client import EngineClient
 from app.service.generate import OpenGeneration
 from app.service.prompt import read_prompt
-from app.service.request_log import ClientRequest
-from app.service.requests import GenerationRequest, StreamEvent
+from app.service.requests import ClientRequest, GenerationRequest, StreamEvent
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.service.service import Service
 from app.text.chat import ChatTemplate

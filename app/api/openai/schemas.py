@@ -355,6 +355,9 @@ class ReasoningOptions(Body):
     enabled: bool | None = None
 
 
+_NO_REASONING = ReasoningOptions()
+
+
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`. Without `max_tokens`, generation may continue to the end of the context.
 
@@ -420,7 +423,7 @@ class ChatBody(GenerationBody):
     @property
     def template_arguments(self) -> dict[str, Any]:
         """Variables of the chat template, under the names that `app/text/template_form.py` translates to the template's."""
-        reasoning = self.reasoning or ReasoningOptions()
+        reasoning = self.reasoning or _NO_REASONING
         effort, switch = self.reasoning_effort or reasoning.effort, self.thinking
         if switch is None:
             switch = reasoning.enabled

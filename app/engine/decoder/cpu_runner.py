@@ -216,7 +216,8 @@ class StepAttention:
         for span in spans:
             rows.append(AttentionSequence(first, span.num_tokens, span.start, self._kv_cache.kv_segments(span)))
             first += span.num_tokens
-        self._blocks = block_rows(spans, self._kv_cache.kv_segments)
+        has_pictures = any(span.sequence.vectors for span in spans)
+        self._blocks = block_rows(spans, self._kv_cache.kv_segments) if has_pictures else []
         if self._kv_cache.states:
             pairs = zip(rows, spans, strict=True)
             self._states.fill([run for row, span in pairs for run in _state_runs(row.first, span)])

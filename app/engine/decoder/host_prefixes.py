@@ -16,8 +16,7 @@ from torch import Tensor
 
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.scheduler.batch import KvCopy, Sequence, StateCopy
-from app.engine.scheduler.kv_allocator import KvSlot
-from app.engine.scheduler.prefix_index import block_hashes
+from app.engine.scheduler.kv_allocator import KvSlot, block_hashes
 from app.metrics.steps import StepTimeModel
 
 Moves = tuple[Items[KvCopy], Items[tuple[int, int, int]]]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from app.server import log_output
 from app.server.log_output import JsonFormatter, TextFormatter, WritingThreadHandler, log_to_stderr
-from app.service.request_log import REQUEST_LOGGER
+from app.service.requests import REQUEST_LOGGER
 from app.settings import Settings
 
 

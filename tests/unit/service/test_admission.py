@@ -202,15 +202,16 @@ async def test_the_metrics_see_the_worker_and_the_prediction() -> None:
         assert service.snapshot is worker.snapshot
 
 
-async def test_the_error_of_the_prediction_is_measured_for_the_first_of_eight_requests() -> None:
-    async with serving() as (service, worker, _):
+async def test_the_error_of_the_prediction_is_measured_for_one_request_in_a_tenth_of_a_second() -> None:
+    async with serving() as (service, worker, clock):
         worker.snapshot = EngineSnapshot(step_times=TEMPO)
         for number in range(9):
             client = Client(service, request())
             order = (await worker.orders(number + 1))[number]
             service.on_events([*tokens(order.request_id, "a"), finished(order.request_id)])
             await client.over()
-        assert counted(service)["armature_predicted_wait_error_ratio_count"] == 2
+            clock.seconds += 0.03
+        assert counted(service)["armature_predicted_wait_error_ratio_count"] == 3
 
 
 async def test_a_prompt_that_is_read_for_too_long_times_out_and_a_client_that_leaves_does_not() -> None:

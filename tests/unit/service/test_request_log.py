@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from app.service.request_log import REQUEST_LOGGER, ClientRequest, log_request
+from app.service.requests import REQUEST_LOGGER, ClientRequest, log_request
 
 
 def test_a_line_has_figures_and_no_forged_lines(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from app.engine.scheduler import kv_allocator
 from app.engine.scheduler.batch import PrefixScope
-from app.engine.scheduler.kv_allocator import KvSlot, longest_match, placements
-from app.engine.scheduler.prefix_index import PrefixIndex
+from app.engine.scheduler.kv_allocator import KvSlot, PrefixIndex, longest_match, placements
 from engine_simulation import Simulation
 from hypothesis_examples import examples
 
