@@ -21,6 +21,7 @@ EMULATED_SECONDS = 900.0
 # 512 bits or more in the emulator, torch's Cholesky decomposition in FP32 is wrong by 20%.
 LEVELS = {"max,sve-max-vq=2": "i8mm", "neoverse-n1": "dotprod"}
 PROBE = Path(__file__).with_name("kleidi_probe.py")
+MOST_ROUNDING = 1.1
 MOST_ERROR = 0.02  # share of the largest product: activations have eight bits, and half a step is one part in 254
 
 TWO_WAYS = """torch's operator has two implementations. If the processor and the scales allow it, weights are packed
@@ -109,5 +110,11 @@ def _kleidi(findings: Findings, image: Image, options: tuple[str, ...]) -> None:
     )
     findings.check(
         "products are right", found["error"] <= MOST_ERROR, f"{found['error']:.4f} of the largest", f"<= {MOST_ERROR}"
+    )
+    findings.check(
+        "its codes are roundings of the weights",
+        found["rounding"] <= MOST_ROUNDING,
+        f"{found['rounding']:.3f} times the largest error of torch's codes",
+        f"<= {MOST_ROUNDING}",
     )
     findings.notes.append(TWO_WAYS)
