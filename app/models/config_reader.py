@@ -96,26 +96,38 @@ WITHOUT_EFFECT = frozenset(" ".join((_ABOUT, _TRAINING, _IMPLEMENTATION, _PICTUR
 # Names whose values change what is computed, with the values that do not. Any other value is refused in a family whose
 # reader does not ask for the name.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            "is_encoder_decoder add_cross_attention use_bidirectional_attention use_qk_norm qk_layernorm"
-            " attn_uses_sequence_id prefix_lm alibi use_alibi causal use_sinks add_swa_attention_sink_bias"
-            " logn_attention_scale logn_attention_clip1 use_logn_attn use_dynamic_ntk"
-        ).split(),
-        (False,),
-    ),
-    **dict.fromkeys(
-        (
-            "cross_attention_hidden_size attn_logit_softcapping final_logit_softcapping logit_softcapping clip_qkv"
-            " attention_multiplier swiglu_limit swiglu_alpha attention_chunk_size"
-        ).split(),
-        (),
-    ),
-    **dict.fromkeys(
-        "embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb attention_value_scale".split(),
-        (1,),
-    ),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (),
+    "use_bidirectional_attention": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "logit_softcapping": (),
+    "clip_qkv": (),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "attention_multiplier": (),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "attn_uses_sequence_id": (False,),
+    "prefix_lm": (False,),
+    "alibi": (False,),
+    "use_alibi": (False,),
+    "causal": (False,),
     "layer_norm_type": ("layer_norm",),
+    "swiglu_limit": (),
+    "swiglu_alpha": (),
+    "attention_chunk_size": (),
+    "use_sinks": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "logn_attention_scale": (False,),
+    "logn_attention_clip1": (False,),
+    "use_logn_attn": (False,),
+    "use_dynamic_ntk": (False,),
+    "attention_value_scale": (1,),
 }
 
 

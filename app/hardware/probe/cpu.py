@@ -22,20 +22,56 @@ INSTRUCTION_SETS = frozenset(
 
 _VENDORS = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD", "HygonGenuine": "Hygon"}
 
-# By name in Linux arch/x86/include/asm/intel-family.h, the models of family 6. Skylake-SP is also Cascade Lake and Cooper
-# Lake, by its stepping: see `microarchitecture`.
+# (family, model), with the names in Linux arch/x86/include/asm/intel-family.h: first servers, then clients, then small
+# cores.
 _INTEL: Mapping[tuple[int, int], str] = {
-    **{(6, model): name for name, models in {
-        "Sandy Bridge": (0x2D, 0x2A), "Ivy Bridge": (0x3E, 0x3A), "Haswell": (0x3F, 0x3C, 0x45, 0x46),
-        "Broadwell": (0x4F, 0x56, 0x3D, 0x47), "Skylake-SP": (0x55,), "Ice Lake": (0x6A, 0x6C, 0x7D, 0x7E),
-        "Sapphire Rapids": (0x8F,), "Emerald Rapids": (0xCF,), "Granite Rapids": (0xAD, 0xAE),
-        "Skylake": (0x4E, 0x5E), "Kaby Lake": (0x8E, 0x9E), "Rocket Lake": (0xA7,), "Tiger Lake": (0x8C, 0x8D),
-        "Alder Lake": (0x97, 0x9A), "Raptor Lake": (0xB7, 0xBA, 0xBF), "Bartlett Lake": (0xD7,),
-        "Meteor Lake": (0xAC, 0xAA), "Arrow Lake": (0xB5, 0xC5, 0xC6), "Lunar Lake": (0xBD,), "Gracemont": (0xBE,),
-        "Crestmont": (0xAF, 0xB6), "Goldmont": (0x5F,), "Tremont": (0x86,),
-    }.items() for model in models},
+    (6, 0x2D): "Sandy Bridge",
+    (6, 0x3E): "Ivy Bridge",
+    (6, 0x3F): "Haswell",
+    (6, 0x4F): "Broadwell",
+    (6, 0x56): "Broadwell",
+    (6, 0x55): "Skylake-SP",  # stepping 5 to 7: Cascade Lake, 10 and 11: Cooper Lake; see `microarchitecture`
+    (6, 0x6A): "Ice Lake",
+    (6, 0x6C): "Ice Lake",
+    (6, 0x8F): "Sapphire Rapids",
+    (6, 0xCF): "Emerald Rapids",
+    (6, 0xAD): "Granite Rapids",
+    (6, 0xAE): "Granite Rapids",
     (19, 0x01): "Diamond Rapids",
-}  # fmt: skip
+    (6, 0x2A): "Sandy Bridge",
+    (6, 0x3A): "Ivy Bridge",
+    (6, 0x3C): "Haswell",
+    (6, 0x45): "Haswell",
+    (6, 0x46): "Haswell",
+    (6, 0x3D): "Broadwell",
+    (6, 0x47): "Broadwell",
+    (6, 0x4E): "Skylake",
+    (6, 0x5E): "Skylake",
+    (6, 0x8E): "Kaby Lake",
+    (6, 0x9E): "Kaby Lake",
+    (6, 0x7D): "Ice Lake",
+    (6, 0x7E): "Ice Lake",
+    (6, 0xA7): "Rocket Lake",
+    (6, 0x8C): "Tiger Lake",
+    (6, 0x8D): "Tiger Lake",
+    (6, 0x97): "Alder Lake",
+    (6, 0x9A): "Alder Lake",
+    (6, 0xB7): "Raptor Lake",
+    (6, 0xBA): "Raptor Lake",
+    (6, 0xBF): "Raptor Lake",
+    (6, 0xD7): "Bartlett Lake",
+    (6, 0xAC): "Meteor Lake",
+    (6, 0xAA): "Meteor Lake",
+    (6, 0xB5): "Arrow Lake",
+    (6, 0xC5): "Arrow Lake",
+    (6, 0xC6): "Arrow Lake",
+    (6, 0xBD): "Lunar Lake",
+    (6, 0xBE): "Gracemont",
+    (6, 0xAF): "Crestmont",
+    (6, 0xB6): "Crestmont",
+    (6, 0x5F): "Goldmont",
+    (6, 0x86): "Tremont",
+}
 
 # (family, first model, last model, name), from Linux arch/x86/kernel/cpu/amd.c, which sets X86_FEATURE_ZEN1 to ZEN5 by
 # them.
@@ -97,8 +133,18 @@ _CORES: Mapping[tuple[int, int], str] = {
     (0x41, 0xD81): "Cortex-A720",
     (0x41, 0xD85): "Cortex-X925",
     (0x41, 0xD87): "Cortex-A725",
-    **{(0x61, part): "Apple M1" for part in (0x022, 0x023, 0x024, 0x025, 0x028, 0x029)},
-    **{(0x61, part): "Apple M2" for part in (0x032, 0x033, 0x034, 0x035, 0x038, 0x039)},
+    (0x61, 0x022): "Apple M1",
+    (0x61, 0x023): "Apple M1",
+    (0x61, 0x024): "Apple M1",
+    (0x61, 0x025): "Apple M1",
+    (0x61, 0x028): "Apple M1",
+    (0x61, 0x029): "Apple M1",
+    (0x61, 0x032): "Apple M2",
+    (0x61, 0x033): "Apple M2",
+    (0x61, 0x034): "Apple M2",
+    (0x61, 0x035): "Apple M2",
+    (0x61, 0x038): "Apple M2",
+    (0x61, 0x039): "Apple M2",
 }
 # Names in /proc/cpuinfo (Linux Documentation/arch/arm64/elf_hwcaps.rst) and the names in `Facts.isa`.
 _FEATURES = {

@@ -178,51 +178,71 @@ MIXTRAL = GgufFamily("MixtralForCausalLM", "mixtral", interleaves_heads=True, ha
 # Names below the architecture's that change what llama.cpp computes, with the values that do not. They are refused where no
 # reader asks for them; the tensors of a layer that an architecture does not have are refused too.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            "activation_sparsity_scale swiglu_clamp_exp swiglu_clamp_shexp attention.key_length_swa"
-            " attention.value_length_swa attention.key_length_mla attention.value_length_mla"
-            " attention.layer_norm_epsilon attention.group_norm_epsilon attention.group_norm_groups"
-            " attention.indexer.head_count attention.indexer.key_length attention.indexer.top_k rope.dimension_count_swa"
-            " shortconv.l_cache ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank ssm.group_count"
-            " ssm.dt_b_c_rms altup.active_idx altup.num_inputs kda.head_dim wkv.head_size time_mix_extra_dim"
-            " time_decay_extra_dim token_shift_count"
-        ).split(),
-        (),
-    ),
-    **dict.fromkeys(
-        (
-            "leading_dense_block_count expert_shared_count expert_chunk_feed_forward_length experts_per_group"
-            " moe_every_n_layers moe_latent_size n_deepstack_layers attention.temperature_length attention.q_lora_rank"
-            " attention.kv_lora_rank attention.shared_kv_layers attention.relative_buckets_count"
-            " attention.decay_lora_rank attention.iclr_lora_rank attention.value_residual_mix_lora_rank"
-            " attention.gate_lora_rank embedding_length_per_layer_input rescale_every_n_layers decoder_block_count"
-        ).split(),
-        (0,),
-    ),
-    **dict.fromkeys(
-        (
-            "expert_group_scale logit_scale residual_scale embedding_scale attention.output_scale rope.scaling.alpha"
-            " rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scale_linear"
-        ).split(),
-        (0.0, 1.0),
-    ),
-    **dict.fromkeys(
-        (
-            "attn_logit_softcapping router_logit_softcapping final_logit_softcapping attention.max_alibi_bias"
-            " attention.clamp_kqv attention.scale attention.temperature_scale rope.scaling.yarn_log_multiplier"
-        ).split(),
-        (0.0,),
-    ),
-    **dict.fromkeys(
-        "expert_group_count expert_group_used_count interleave_moe_layer_step full_attention_interval".split(), (0, 1)
-    ),
     "use_parallel_residual": (False,),
-    "swin_norm": (False,),
     "tensor_data_layout": ("reference",),
+    "leading_dense_block_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_group_scale": (0.0, 1.0),
+    "expert_chunk_feed_forward_length": (0,),
+    "experts_per_group": (0,),
+    "moe_every_n_layers": (0,),
+    "moe_latent_size": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "n_deepstack_layers": (0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "attn_logit_softcapping": (0.0,),
+    "router_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "swin_norm": (False,),
+    "full_attention_interval": (0, 1),
+    "activation_sparsity_scale": (),
+    "swiglu_clamp_exp": (),
+    "swiglu_clamp_shexp": (),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.clamp_kqv": (0.0,),
     "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0.0,),
+    "attention.key_length_swa": (),
+    "attention.value_length_swa": (),
+    "attention.key_length_mla": (),
+    "attention.value_length_mla": (),
+    "attention.q_lora_rank": (0,),
+    "attention.kv_lora_rank": (0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.relative_buckets_count": (0,),
+    "attention.layer_norm_epsilon": (),
+    "attention.group_norm_epsilon": (),
+    "attention.group_norm_groups": (),
+    "attention.indexer.head_count": (),
+    "attention.indexer.key_length": (),
+    "attention.indexer.top_k": (),
+    "rope.dimension_count_swa": (),
+    "rope.scaling.alpha": (0.0, 1.0),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (0.0, 1.0),
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
-}
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "rope.scale_linear": (0.0, 1.0),
+    "shortconv.l_cache": (),
+    **{f"ssm.{name}": () for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count", "dt_b_c_rms")},
+    **{f"attention.{name}_lora_rank": (0,) for name in ("decay", "iclr", "value_residual_mix", "gate")},
+    **{f"altup.{name}": () for name in ("active_idx", "num_inputs")},
+    "embedding_length_per_layer_input": (0,),
+    "kda.head_dim": (),
+    "wkv.head_size": (),
+    "time_mix_extra_dim": (),
+    "time_decay_extra_dim": (),
+    "token_shift_count": (),
+    "rescale_every_n_layers": (0,),
+    "decoder_block_count": (0,),
+}  # fmt: skip
 
 
 def family_of(model: GgufModel) -> GgufFamily:
