@@ -188,14 +188,7 @@ def _grammar(body: GenerationBody) -> GrammarSource | None:
     return found[0] if found else None
 
 
-_GRAMMAR_FIELDS = frozenset(
-    "response_format json_schema structured_outputs guided_json guided_regex guided_choice guided_grammar grammar".split()
-)
-
-
 def _grammars(body: GenerationBody) -> Iterator[GrammarSource]:
-    if _GRAMMAR_FIELDS.isdisjoint(body.model_fields_set):
-        return
     if body.response_format is not None and body.response_format.type != "text":
         yield _schema(_response_schema(body.response_format), "response_format")
     if body.json_schema is not None:
@@ -255,13 +248,8 @@ def _response_schema(form: ResponseFormat) -> Mapping[str, Any] | bool:
 # ---- tools ---------------------------------------------------------------------------------------------------------
 
 
-_TOOL_FIELDS = frozenset({"tools", "tool_choice", "functions", "function_call"})
-
-
 def _tool_use(body: ChatBody) -> tuple[list[dict[str, Any]], ToolUse | None]:
     """Return the functions as a template gets them, and the tools as the service gets them; None if none is used."""
-    if _TOOL_FIELDS.isdisjoint(body.model_fields_set):
-        return [], None
     if body.functions is not None and body.tools is not None:
         raise InvalidRequest("functions is the older form of tools: send one of them.", field="functions")
     definitions = body.functions or _offered_functions(body)
