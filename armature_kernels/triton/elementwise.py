@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from armature_kernels.linear.layout import DEVICE_GROUP
+from armature_kernels.triton.launch import launch_options, wait_for_inputs
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> 
     out = torch.empty(rows, size, dtype=dtype, device=hidden.device)
     if rows:
         block = triton.next_power_of_2(size)
-        _rms_norm[(rows,)](hidden, weight, out, hidden.stride(0), eps, size, block, num_warps=num_warps(block))
+        _rms_norm[(rows,)](hidden, weight, out, hidden.stride(0), eps, size, block, **_row_options(block))
     return out
 
 
@@ -73,7 +74,7 @@ def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float, fac
     if rows:
         block = triton.next_power_of_2(size)
         strides = (hidden.stride(0), branch.stride(0))
-        _add_rms_norm[(rows,)](hidden, branch, weight, *strides, eps, factor, size, block, num_warps=num_warps(block))
+        _add_rms_norm[(rows,)](hidden, branch, weight, *strides, eps, factor, size, block, **_row_options(block))
 
 
 def layer_norm(
@@ -90,7 +91,7 @@ def layer_norm(
     if rows:
         block = triton.next_power_of_2(size)
         given = (hidden, weight, bias, out, hidden.stride(0), eps, size, block, in_place)
-        _layer_norm[(rows,)](*given, num_warps=num_warps(block))
+        _layer_norm[(rows,)](*given, **_row_options(block))
     return out
 
 
@@ -99,8 +100,13 @@ def num_warps(block: int) -> int:
     return min(16, max(1, block // 256))
 
 
+def _row_options(block: int) -> dict[str, int]:
+    return {"num_warps": num_warps(block), **launch_options()}
+
+
 @triton.jit
-def _rms_norm(hidden, weight, out, stride, eps, size: tl.constexpr, block: tl.constexpr):
+def _rms_norm(hidden, weight, out, stride, eps, size: tl.constexpr, block: tl.constexpr, DEPENDENT: tl.constexpr):
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < size
@@ -111,7 +117,11 @@ def _rms_norm(hidden, weight, out, stride, eps, size: tl.constexpr, block: tl.co
 
 
 @triton.jit
-def _add_rms_norm(hidden, branch, weight, stride, branch_stride, eps, factor, size: tl.constexpr, block: tl.constexpr):
+def _add_rms_norm(
+    hidden, branch, weight, stride, branch_stride, eps, factor,
+    size: tl.constexpr, block: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < size
@@ -124,8 +134,10 @@ def _add_rms_norm(hidden, branch, weight, stride, branch_stride, eps, factor, si
 
 @triton.jit
 def _layer_norm(
-    hidden, weight, bias, out, stride, eps, size: tl.constexpr, block: tl.constexpr, in_place: tl.constexpr
-):
+    hidden, weight, bias, out, stride, eps,
+    size: tl.constexpr, block: tl.constexpr, in_place: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < size
@@ -149,7 +161,8 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _gate[(rows, triton.cdiv(size, _BLOCK))](gate_up, out, gate_up.stride(0), size, activation, _BLOCK, num_warps=4)
+        grid, options = (rows, triton.cdiv(size, _BLOCK)), launch_options()
+        _gate[grid](gate_up, out, gate_up.stride(0), size, activation, _BLOCK, num_warps=4, **options)
     return out
 
 
@@ -158,12 +171,17 @@ def activate(x: Tensor, activation: str) -> Tensor:
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows:
-        _activate[(rows, triton.cdiv(size, _BLOCK))](x, out, x.stride(0), size, activation, _BLOCK, num_warps=4)
+        grid, options = (rows, triton.cdiv(size, _BLOCK)), launch_options()
+        _activate[grid](x, out, x.stride(0), size, activation, _BLOCK, num_warps=4, **options)
     return out
 
 
 @triton.jit
-def _gate(gate_up, out, stride, size: tl.constexpr, activation: tl.constexpr, block: tl.constexpr):
+def _gate(
+    gate_up, out, stride,
+    size: tl.constexpr, activation: tl.constexpr, block: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < size
@@ -174,7 +192,10 @@ def _gate(gate_up, out, stride, size: tl.constexpr, activation: tl.constexpr, bl
 
 
 @triton.jit
-def _activate(x, out, stride, size: tl.constexpr, activation: tl.constexpr, block: tl.constexpr):
+def _activate(
+    x, out, stride, size: tl.constexpr, activation: tl.constexpr, block: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < size
@@ -217,14 +238,15 @@ def _write(out: Tensor, weight: Tensor, ids: Tensor, factor: float | Tensor, add
             _EMBEDDING_BLOCK,
             add,
         )
-        _rows[(count, triton.cdiv(inputs, _EMBEDDING_BLOCK))](*given, num_warps=4)
+        _rows[(count, triton.cdiv(inputs, _EMBEDDING_BLOCK))](*given, num_warps=4, **launch_options())
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])  # views of a step's buffer have any alignment
 def _rows(
     out, weight, ids, factors, times, out_stride, stride,
-    outputs: tl.constexpr, inputs: tl.constexpr, block: tl.constexpr, add: tl.constexpr,
+    outputs: tl.constexpr, inputs: tl.constexpr, block: tl.constexpr, add: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < inputs

@@ -34,5 +34,24 @@ def test_every_argument_that_an_option_names_exists(module: str) -> None:
     assert strange_names((FOLDER / f"{module}.py").read_text(encoding="utf-8"), namespace) == []
 
 
+def kernels_that_read_first(source: str) -> list[str]:
+    """Return kernels of dependent launches that do not begin with the wait for the kernels before them."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef) and "DEPENDENT" in {one.arg for one in function.args.args}:
+            begins = function.body[1 if ast.get_docstring(function) else 0]
+            if ast.unparse(begins) != "wait_for_inputs(DEPENDENT)" and function.name != "wait_for_inputs":
+                found.append(function.name)
+    return found
+
+
+def test_every_dependent_kernel_waits_first() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py")]
+    assert any("DEPENDENT" in source for source in sources)
+    assert [name for source in sources for name in kernels_that_read_first(source)] == []
+    late = "@jit\ndef f(x, DEPENDENT):\n    'Doc.'\n    y = load(x)\n    wait_for_inputs(DEPENDENT)"
+    assert kernels_that_read_first(late) == ["f"]
+
+
 def test_a_name_that_is_no_argument_is_found() -> None:
     assert MODULES and strange_names("@f.jit(do_not_specialize=('a', 'b'))\ndef f(b): ...", {}) == ["a"]
