@@ -28,6 +28,7 @@ PAGE_TOKENS = 64
 # The most tokens of a context that one part of a decode's attention reads. Where no context of a step is longer, the
 # number of parts follows from its sequences and heads alone.
 PART_TOKENS = 8192
+MAX_SEQUENCE_DECODES = 16  # of one step: a token and its drafts, each of which sees the ones before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class PagedStep:
     the number of context tokens including this step's (0: the row only pads a bucket). `starts` is [sequences +
     1]: the queries of sequence i are rows [starts[i], starts[i + 1]) of the batch.
 
-    The first `num_decodes` sequences have one query each. `max_queries` and `max_context` are upper bounds over
+    The first `num_decodes` sequences have one query each. Of those, up to `MAX_SEQUENCE_DECODES` in a row may have one
+    slot, and each is then one token longer than the one before it. `max_queries` and `max_context` are upper bounds over
     all sequences, known to the host. `fresh` is True if every sequence that is not a decode begins at position 0,
     so it sees only keys and values of this step.
     """

@@ -1,21 +1,25 @@
-"""Decode attention on a GPU: one query per sequence over a paged KV cache (`PagedStep`).
+"""Decodes on a GPU: norms, RoPE, the KV cache write and attention over a paged KV cache (`PagedStep`) in one kernel.
 
 The queries that share a KV head are the rows of one product, so keys and values are read once. A context is split
-into parts, enough to occupy the device and none too long, which are merged by their log-sum-exp (flash decoding). The
-number of parts depends only on the batch bucket, the heads and the bound of the lengths, so one CUDA graph serves any
-lengths up to it. Prompts are handled by the prompt kernels.
+into parts, enough to occupy the device and none too long (flash decoding). The program that ends last merges them by their
+log-sum-exp, always in the same order. The number of parts depends only on the batch bucket, the heads and the bound of
+the lengths, so one CUDA graph serves any lengths up to it. Prompts are handled by the prompt kernels.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from armature_kernels.attention.attention import KvRows
+from armature_kernels.attention.attention import KvRows, QkvHeads
 from armature_kernels.attention.context import AttentionSpec
-from armature_kernels.attention.paged import PAGE_TOKENS, PART_TOKENS, PagedStep
+from armature_kernels.attention.paged import MAX_SEQUENCE_DECODES, PAGE_TOKENS, PART_TOKENS, PagedStep
+from armature_kernels.triton.launch import launch_options, wait_for_inputs
+from armature_kernels.triton.rope import load_heads, store_codes
 
 # Window size that exceeds every context; the sum of a position and a window size stays within int32.
 UNBOUNDED = 2**30
@@ -25,36 +29,55 @@ _TARGET_PROGRAMS = 512  # target number of programs: about four for each multipr
 _MAX_SPLITS = 64
 # Bytes of keys, and of values, per block: two stages of both fit the 99 KiB of the smallest supported GPUs.
 _TILE_BYTES = 2**14
+_MERGED_ELEMENTS = 2**12  # FP32 elements of parts that are merged together; they fit in registers
+_MAX_COUNTERS = 2**16
 # Views into one buffer, with any alignment; one compiled kernel serves all alignments.
-_UNALIGNED = ("tables", "slots", "lengths")
+_UNALIGNED = ("written", "tables", "slots", "lengths")
 
 
-def attend_decodes(query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec, out: Tensor) -> None:
-    """Write the attention of the decode rows, [0, num_decodes), to the same rows of `out`.
+def attend_decodes(
+    heads: QkvHeads, kv: KvRows, written: Tensor | None, step: PagedStep, spec: AttentionSpec, out: Tensor
+) -> None:
+    """Write the attention of the decode rows, [0, num_decodes), to the same rows of `out` [tokens, heads, head_dim].
 
-    `out` is contiguous [tokens, heads, head_dim]. `query` has the same shape with any strides but the last.
+    Their keys and values are written to rows `written` [tokens] int64. Without KV heads in `heads`, all are in the cache
+    already.
     """
-    _, heads, head_dim = query.shape
-    kv_heads, sequences = kv.keys.shape[1], step.num_decodes
+    query, sequences, kv_heads, head_dim = heads.split()[0], step.num_decodes, kv.keys.shape[1], heads.head_dim
     check_layout(query, kv, out)
     assert kv.keys.stride(0) == kv.values.stride(0), "keys and values must have the same row stride"
-    parts = num_splits(sequences * kv_heads, step.max_context)
-    sums = query.new_empty((sequences, heads, parts, head_dim), dtype=torch.float32) if parts > 1 else out
-    weights = query.new_empty((sequences, heads, parts), dtype=torch.float32) if parts > 1 else out
-    dim = padded_head_dim(head_dim)
+    assert heads.num_kv_heads in (0, kv_heads) and (heads.num_kv_heads == 0) == (written is None), "keys need rows"
+    assert (heads.query_norm is None) == (heads.key_norm is None), "queries and keys must both have a norm, or neither"
+    cos, sin = heads.angles if heads.angles is not None else (None, None)
+    assert cos is None or cos.is_contiguous(), "rows must be contiguous"
+    programs, group, dim = sequences * kv_heads, heads.num_heads // kv_heads, padded_head_dim(head_dim)
+    parts = num_splits(programs, step.max_context) if programs <= _MAX_COUNTERS else 1
+    several = parts > 1
+    sums = query.new_empty((programs * group, parts, head_dim), dtype=torch.float32) if several else None
+    weights = query.new_empty((programs * group, parts), dtype=torch.float32) if several else None
     scales, scale_stride = (kv.key_scales, kv.value_scales), 0 if kv.key_scales is None else kv.key_scales.stride(0)
     itemsize = kv.keys.itemsize if kv.key_scales is None else query.itemsize  # of what is multiplied
-    _attend_split[(sequences, kv_heads, parts)](
-        query, kv.keys, kv.values, *scales, step.tables, step.slots, step.lengths, out, sums, weights,
-        query.stride(0), query.stride(1), kv.keys.stride(0), kv.keys.stride(1), scale_stride, step.tables.stride(0),
+    _attend_decodes[(sequences, kv_heads, parts)](
+        heads.product, heads.query_norm, heads.key_norm, cos, sin, written, kv.keys, kv.values, *scales,
+        step.tables, step.slots, step.lengths, out, sums, weights, _counters(out.device) if several else None,
+        query.stride(0), kv.keys.stride(0), kv.keys.stride(1), scale_stride, step.tables.stride(0), heads.eps,
         UNBOUNDED if spec.window is None else spec.window - 1, spec.scale, spec.softcap or 1.0,
-        PARTS=parts, GROUP=heads // kv_heads, HEAD_DIM=head_dim, CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS,
-        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=key_block_size(dim, itemsize),
+        PARTS=parts, GROUP=group, HEAD_DIM=head_dim, ROTATED=0 if cos is None else cos.shape[-1],
+        CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS, NEW=MAX_SEQUENCE_DECODES,
+        ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, TOKENS=key_block_size(dim, itemsize),
+        MERGED=max(1, min(parts, _MERGED_ELEMENTS // dim)),
         # FP32 products need more registers than four warps have.
-        num_warps=8 if itemsize > 2 else 4, num_stages=2,
+        num_warps=8 if itemsize > 2 else 4, num_stages=2, **launch_options(),
     )  # fmt: skip
-    if parts > 1:
-        _merge_splits[(sequences, heads)](sums, weights, out, PARTS=parts, HEAD_DIM=head_dim, DIM=dim, num_warps=4)
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Return the counters of finished parts, zero before and after each launch; captured steps keep their address.
+
+    The first decodes run before anything is captured, so the memory is that of no captured step.
+    """
+    return torch.zeros(_MAX_COUNTERS, dtype=torch.int32, device=device)
 
 
 def check_layout(query: Tensor, kv: KvRows, out: Tensor) -> None:
@@ -152,78 +175,146 @@ def update_softmax(total, sums, highest, scores, value, value_scale):
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
-def _attend_split(
-    query, keys, values, key_scales, value_scales, tables, slots, lengths, out, sums, weights,
-    query_stride, head_stride, row_stride, kv_head_stride, scale_stride, table_stride,
-    before, scale, cap,
-    PARTS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAPPED: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+def _attend_decodes(
+    product, query_norm, key_norm, cos, sin, written, keys, values, key_scales, value_scales,
+    tables, slots, lengths, out, sums, weights, counters,
+    stride, row_stride, kv_head_stride, scale_stride, table_stride, eps, before, scale, cap,
+    PARTS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, CAPPED: tl.constexpr,
+    PAGE: tl.constexpr, NEW: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+    MERGED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of one sequence's context for the queries of one KV head.
 
-    An empty sequence has parts without tokens.
+    The last part has the tokens of this step, whose keys and values come from the product. An empty sequence has one
+    part without tokens.
     """
+    wait_for_inputs(DEPENDENT)
     sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + sequence)
-    table = tables + tl.load(slots + sequence).to(tl.int64) * table_stride
+    length, slot = tl.load(lengths + sequence), tl.load(slots + sequence)
     first_page = tl.maximum(length - 1 - before, 0) // PAGE
-    share = tl.cdiv(tl.cdiv(length, PAGE) - first_page, PARTS)  # pages per part
+    pages = tl.cdiv(length, PAGE) - first_page
+    share = tl.maximum(tl.cdiv(pages, PARTS), 1)  # pages per part
+    num_parts = tl.maximum(tl.cdiv(pages, share), 1)
+    if part >= num_parts:
+        return
     begin = (first_page + part * share) * PAGE
     end = tl.minimum(begin + share * PAGE, length)
 
     rows, dims, tokens = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, TOKENS)
-    mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    heads = kv_head * GROUP + rows
-    query_offsets = sequence.to(tl.int64) * query_stride + heads[:, None] * head_stride + dims[None, :]
-    queries = tl.load(query + query_offsets, mask=mask, other=0.0)
+    in_head = (dims < HEAD_DIM)[None, :]
+    mask = (rows < GROUP)[:, None] & in_head
+    at_queries = product + sequence.to(tl.int64) * stride + (kv_head * GROUP + rows)[:, None] * HEAD_DIM
+    queries = load_heads(
+        at_queries, query_norm, cos, sin, sequence * ROTATED, dims[None, :], mask, eps, HEAD_DIM, ROTATED
+    ).to(product.dtype.element_ty)
     if key_scales is None:
         queries = queries.to(keys.dtype.element_ty)
-    kv_offset = kv_head * kv_head_stride
+    keys, values = keys + kv_head * kv_head_stride, values + kv_head * kv_head_stride
     total = tl.zeros([ROWS], tl.float32)
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
+    if written is not None:
+        # Further decodes of the sequence (draft tokens) are the rows before this one, which write them to the cache.
+        back = tl.arange(0, NEW)
+        new_rows = sequence - back
+        is_new = (new_rows >= 0) & (back < length)
+        is_new &= tl.load(slots + new_rows, mask=is_new, other=-1) == slot
+        is_new &= tl.load(lengths + new_rows, mask=is_new, other=-1) == length - back
+        end = tl.minimum(end, length - tl.sum(is_new.to(tl.int32), 0))
+        mask_new = (is_new & (part == num_parts - 1))[:, None] & in_head
+        kv_heads = tl.num_programs(1)
+        at_keys = product + new_rows.to(tl.int64)[:, None] * stride + (kv_heads * GROUP + kv_head) * HEAD_DIM
+        new_key = load_heads(
+            at_keys, key_norm, cos, sin, (new_rows * ROTATED)[:, None], dims[None, :], mask_new, eps, HEAD_DIM, ROTATED
+        )
+        new_value = tl.load(at_keys + kv_heads * HEAD_DIM + dims[None, :], mask=mask_new, other=0.0)
+        row, mask_own = tl.load(written + sequence), mask_new & (back == 0)[:, None]
+        at_own = row * row_stride + dims[None, :]
+        new_key_scale = None
+        new_value_scale = None
+        if key_scales is None:
+            new_key, new_value = new_key.to(keys.dtype.element_ty), new_value.to(values.dtype.element_ty)
+            tl.store(keys + at_own, new_key, mask=mask_own)
+            tl.store(values + at_own, new_value, mask=mask_own)
+        else:
+            new_key = new_key.to(product.dtype.element_ty).to(tl.float32)
+            at_scale = row * scale_stride + kv_head + back[:, None]
+            new_key, new_key_scale = store_codes(keys + at_own, key_scales + at_scale, new_key, mask_new, mask_own)
+            new_value, new_value_scale = store_codes(
+                values + at_own, value_scales + at_scale, new_value.to(tl.float32), mask_new, mask_own
+            )
+            new_key, new_value = new_key.to(queries.dtype), new_value.to(queries.dtype)
+        seen = is_new & (part == num_parts - 1) & (back <= before)
+        total, acc, highest = _attend_tokens(
+            queries, tl.trans(new_key), new_value, new_key_scale, new_value_scale, seen, total, acc, highest, scale, cap, CAPPED
+        )
+
+    table = tables + slot.to(tl.int64) * table_stride
     for at in range(begin, end, TOKENS):
         page = tl.load(table + at // PAGE).to(tl.int64)
         at_rows = page * PAGE + at % PAGE + tokens
         in_context = at + tokens < end
-        key, value = load_keys_values(
-            keys + kv_offset, values + kv_offset, at_rows, row_stride, row_stride, in_context, dims, HEAD_DIM
-        )
+        key, value = load_keys_values(keys, values, at_rows, row_stride, row_stride, in_context, dims, HEAD_DIM)
+        key_scale = None
         value_scale = None
         if key_scales is not None:
             scaled_rows = at_rows * scale_stride + kv_head
             key, value, key_scale, value_scale = dequantized(
                 key, value, queries, key_scales, value_scales, scaled_rows, in_context
             )
-        scores = tl.dot(queries, key, input_precision="ieee")
-        if key_scales is not None:
-            scores = scores * key_scale[None, :]
-        scores = scale_scores(scores, scale, cap, CAPPED)
         seen = in_context & (at + tokens >= length - 1 - before)
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        total, acc, highest = update_softmax(total, acc, highest, scores, value, value_scale)
+        total, acc, highest = _attend_tokens(
+            queries, key, value, key_scale, value_scale, seen, total, acc, highest, scale, cap, CAPPED
+        )
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    place = sequence.to(tl.int64) * tl.num_programs(1) * GROUP + heads
-    if PARTS == 1:
-        tl.store(out + place[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
-    else:
-        tl.store(sums + (place * PARTS + part)[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
-        tl.store(
-            weights + place * PARTS + part, highest + tl.log2(tl.where(total == 0.0, 1.0, total)), mask=rows < GROUP
-        )
+    group = sequence.to(tl.int64) * tl.num_programs(1) + kv_head
+    place = group * GROUP + rows
+    at_out = out + place[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(at_out, result.to(out.dtype.element_ty), mask=mask & (num_parts == 1))
+    if PARTS > 1:
+        if num_parts > 1:
+            tl.store(sums + (place * PARTS + part)[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
+            weight = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
+            tl.store(weights + place * PARTS + part, weight, mask=rows < GROUP)
+            # All threads of the program have stored before one of them counts it.
+            tl.debug_barrier()
+            if tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+                for head in range(GROUP):
+                    _merge_parts(sums, weights, out, group * GROUP + head, num_parts, PARTS, HEAD_DIM, DIM, MERGED)
+                tl.store(counters + group, 0)
 
 
 @triton.jit
-def _merge_splits(sums, weights, out, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+def _attend_tokens(
+    queries, key, value, key_scale, value_scale, seen, total, acc, highest, scale, cap, CAPPED: tl.constexpr
+):  # fmt: skip
+    """Update the running softmax by keys [dim, tokens] and values [tokens, dim], of which those `seen` count."""
+    scores = tl.dot(queries, key, input_precision="ieee")
+    if key_scale is not None:
+        scores = scores * key_scale[None, :]
+    scores = scale_scores(scores, scale, cap, CAPPED)
+    scores = tl.where(seen[None, :], scores, -float("inf"))
+    return update_softmax(total, acc, highest, scores, value, value_scale)
+
+
+@triton.jit
+def _merge_parts(
+    sums, weights, out, place, num_parts,
+    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
     """Merge the parts of one head of one sequence into its result; parts without tokens have weight zero."""
-    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    parts, dims = tl.arange(0, PARTS), tl.arange(0, DIM)
-    weight = tl.load(weights + place * PARTS + parts)
+    parts, some, dims = tl.arange(0, PARTS), tl.arange(0, MERGED), tl.arange(0, DIM)
+    weight = tl.load(weights + place * PARTS + parts, mask=parts < num_parts, other=-float("inf"))
     highest = tl.max(weight, 0)
-    powers = tl.exp2(weight - tl.where(highest == -float("inf"), 0.0, highest))
-    rows = (place * PARTS + parts)[:, None] * HEAD_DIM + dims[None, :]
-    part = tl.load(sums + rows, mask=(powers != 0.0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    total = tl.sum(powers, 0)
-    result = tl.sum(part * powers[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    highest = tl.where(highest == -float("inf"), 0.0, highest)
+    total = tl.sum(tl.exp2(weight - highest), 0)
+    acc = tl.zeros([DIM], tl.float32)
+    for first in range(0, num_parts, MERGED):
+        part = place * PARTS + first + some
+        mask = first + some < num_parts
+        powers = tl.exp2(tl.load(weights + part, mask=mask, other=-float("inf")) - highest)
+        mask = (mask & (powers != 0.0))[:, None] & (dims < HEAD_DIM)[None, :]
+        acc += tl.sum(tl.load(sums + part[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0) * powers[:, None], 0)
+    result = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out + place * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from armature_kernels.linear.device import StackedWeights
+from armature_kernels.triton.launch import launch_options, wait_for_inputs
 from armature_kernels.triton.linear import as_bytes, code_values, inputs_of_block
 
 _FEW_ROWS, _MANY_ROWS = 16, 64  # of a block; the least that a product takes, and enough to be bound by arithmetic
@@ -70,6 +71,7 @@ class ExpertBlocks:
             x, as_bytes(weights), biases, scales, out, self.order, self.experts, self.firsts, self.ends, x.stride(0),
             inputs, outputs, height, width, 0 if is_sorted else self.top_k,
             self.rows, _OUTPUTS, inputs_of_block(inputs, width, _INPUTS), num_warps=4,
+            **launch_options(),
         )  # fmt: skip
         return out
 
@@ -78,8 +80,9 @@ class ExpertBlocks:
 def _multiply(
     x, weights, biases, scales, out, order, experts, firsts, ends, stride,
     inputs: tl.constexpr, outputs: tl.constexpr, height: tl.constexpr, width: tl.constexpr, top_k: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     block, at = tl.program_id(0), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     expert = tl.load(experts + block).to(tl.int64)
     if expert < 0:

@@ -26,6 +26,7 @@ from armature_kernels.triton.attention import (
     scale_scores,
     update_softmax,
 )
+from armature_kernels.triton.launch import launch_options, wait_for_inputs
 
 _UNALIGNED = ("tables", "slots", "starts", "lengths")  # see the decode kernels
 
@@ -67,6 +68,7 @@ def gather_fresh_kv(kv: KvRows, step: PagedStep, tokens: int) -> tuple[Tensor, T
         kv.keys, kv.values, key, value, step.tables, step.slots, step.starts, step.num_decodes,
         kv.keys.stride(0), kv.keys.stride(1), step.tables.stride(0),
         HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), PAGE=PAGE_TOKENS, num_warps=4,
+        **launch_options(),
     )  # fmt: skip
     return key, value
 
@@ -112,7 +114,7 @@ def _launch(
         before, after, spec.scale, spec.softcap or 1.0, 0 if bias is None else bias.shape[1] // 2,
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS,
         QUERIES=block, DIM=dim, TOKENS=key_block_size(dim, itemsize),
-        num_warps=8 if block == 128 or itemsize > 2 else 4, num_stages=stages,
+        num_warps=8 if block == 128 or itemsize > 2 else 4, num_stages=stages, **launch_options(),
     )  # fmt: skip
 
 
@@ -122,9 +124,10 @@ def _attend_block(
     query_stride, head_stride, key_stride, kv_head_stride, value_stride, scale_stride, table_stride,
     before, after, scale, cap, most,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAPPED: tl.constexpr, PAGE: tl.constexpr,
-    QUERIES: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+    QUERIES: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of one sequence's queries for one head; with causal attention long blocks start first."""
+    wait_for_inputs(DEPENDENT)
     block, head, sequence = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2) + skipped
     first = tl.load(starts + sequence)
     count = tl.load(starts + sequence + 1) - first
@@ -188,9 +191,10 @@ def _attend_block(
 def _gather(
     keys, values, key, value, tables, slots, starts, skipped,
     row_stride, kv_head_stride, table_stride,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Copy one page of one sequence and KV head to its tokens' rows of the batch."""
+    wait_for_inputs(DEPENDENT)
     number, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2) + skipped
     first = tl.load(starts + sequence)
     count = tl.load(starts + sequence + 1) - first

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from armature_kernels.attention.recurrent_sizes import STATE_COLUMNS, RecurrentSizes
+from armature_kernels.triton.launch import launch_options, wait_for_inputs
 
 
 def advance_by_token(
@@ -34,6 +35,7 @@ def advance_by_token(
         _advance_by_token[(len(mixed), sizes.heads, blocks)](
             mixed, logs, factors, states, *rows, out, mixed.stride(0), states.stride(0), sizes.tail_elements, *sizes.places,
             sizes.heads, shared, sizes.key_size, sizes.value_size, width, STATE_COLUMNS, sizes.has_delta, num_warps=4,
+            **launch_options(),
         )  # fmt: skip
     return out
 
@@ -42,8 +44,9 @@ def advance_by_token(
 def _advance_by_token(
     mixed, logs, factors, states, reads, writes, out, stride, state_stride, first, query_place, key_place, value_place,
     heads: tl.constexpr, shared: tl.constexpr, key_size: tl.constexpr, value_size: tl.constexpr,
-    width: tl.constexpr, columns: tl.constexpr, has_delta: tl.constexpr,
+    width: tl.constexpr, columns: tl.constexpr, has_delta: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     sequence, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     keys, own = tl.arange(0, width), tl.arange(0, columns)
     values, row = block * columns + own, mixed + sequence * stride

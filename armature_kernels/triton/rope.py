@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from armature_kernels.attention.attention import KvRows, QkvHeads, RopeAngles
+from armature_kernels.triton.launch import launch_options, wait_for_inputs
 
 _ELEMENTS = 1024  # per program of four warps
 
@@ -69,7 +70,7 @@ def _launch(heads: QkvHeads, query: Tensor, kv: KvRows, written: Tensor | None) 
     )
     if len(product):
         _apply_rope[(len(product), triton.cdiv(last - first, block))](
-            *tensors, *strides, heads.eps, *sizes, num_warps=4
+            *tensors, *strides, heads.eps, *sizes, num_warps=4, **launch_options()
         )
 
 
@@ -78,34 +79,17 @@ def _apply_rope(
     product, query_norm, key_norm, cos, sin, written, query, keys, values, key_scales, value_scales,
     stride, query_stride, key_stride, value_stride, scale_stride, eps,
     first: tl.constexpr, num_heads: tl.constexpr, kv_heads: tl.constexpr,
-    head_dim: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, width: tl.constexpr,
+    head_dim: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, width: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     head = first + tl.program_id(1) * block + tl.arange(0, block)[:, None]
     at = tl.arange(0, width)[None, :]
     is_query = (head < num_heads) & (at < head_dim)
     is_key = (head >= num_heads) & (head < num_heads + kv_heads) & (at < head_dim)
-    is_value = (head >= num_heads + kv_heads) & (head < num_heads + 2 * kv_heads) & (at < head_dim)
     source = product + token * stride + head * head_dim
-    x = tl.load(source + at, mask=is_query | is_key | is_value, other=0.0).to(tl.float32)
-    result = x
-    scale = tl.full((block, 1), 1.0, tl.float32)
-    if query_norm is not None:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / head_dim + eps)[:, None]
-        result = tl.where(
-            is_query | is_key, x * scale * _load_norm_weight(query_norm, key_norm, is_query, is_key, at), x
-        )
-    if dim > 0:
-        rotated = (is_query | is_key) & (at < dim)
-        partner = tl.where(at < dim // 2, at + dim // 2, at - dim // 2)
-        other = tl.load(source + partner, mask=rotated, other=0.0).to(tl.float32)
-        if query_norm is not None:
-            other = (
-                other * scale * _load_norm_weight(query_norm, key_norm, is_query & rotated, is_key & rotated, partner)
-            )
-        cosine = tl.load(cos + token * dim + at, mask=at < dim, other=1.0)
-        sine = tl.load(sin + token * dim + at, mask=at < dim, other=0.0)
-        result = tl.where(rotated, result * cosine + other * sine, result)
+    norm = None if query_norm is None else tl.where(head < num_heads, query_norm, key_norm)
+    result = load_heads(source, norm, cos, sin, token * dim, at, is_query | is_key, eps, head_dim, dim)
     row = token if written is None else tl.load(written + token)
     if first == 0:
         at_query = query + token * query_stride + head * head_dim + at
@@ -115,38 +99,63 @@ def _apply_rope(
         tl.store(at_key, result.to(keys.dtype.element_ty), mask=is_key)
     else:
         key = result.to(product.dtype.element_ty).to(tl.float32)
-        _store_codes(at_key, key_scales + row * scale_stride + head - num_heads, key, is_key, at)
+        store_codes(at_key, key_scales + row * scale_stride + head - num_heads, key, is_key, is_key)
     if values is not None:
+        is_value = (head >= num_heads + kv_heads) & (head < num_heads + 2 * kv_heads) & (at < head_dim)
+        value = tl.load(source + at, mask=is_value, other=0.0)
         at_value = values + row * value_stride + (head - num_heads - kv_heads) * head_dim + at
         if value_scales is None:
-            tl.store(at_value, x.to(values.dtype.element_ty), mask=is_value)
+            tl.store(at_value, value.to(values.dtype.element_ty), mask=is_value)
         else:
             at_scale = value_scales + row * scale_stride + head - num_heads - kv_heads
-            _store_codes(at_value, at_scale, x, is_value, at)
+            store_codes(at_value, at_scale, value.to(tl.float32), is_value, is_value)
 
 
 @triton.jit
-def _store_codes(codes, scales, x, mask, at):
-    """Store the int8 codes of heads x [heads, width] and the scale of each, as `quantize_heads`."""
+def load_heads(
+    source, norm, cos, sin, angle_offset, at, mask, eps, head_dim: tl.constexpr, dim: tl.constexpr
+):  # fmt: skip
+    """Load heads [rows, elements] of a product in FP32, with their RMSNorm (unless None) and RoPE of `dim` elements.
+
+    `source` and `norm` point to a head's first element, and `angle_offset` is of its token's first angle; `at` numbers the
+    elements. Masked elements are zero.
+    """
+    x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+    result = x
+    scale = tl.full((1, 1), 1.0, tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / head_dim + eps)[:, None]
+        result = x * scale * tl.load(norm + at, mask=mask, other=0.0)
+    if dim > 0:
+        rotated = mask & (at < dim)
+        partner = tl.where(at < dim // 2, at + dim // 2, at - dim // 2)
+        other = tl.load(source + partner, mask=rotated, other=0.0).to(tl.float32)
+        if norm is not None:
+            other = other * scale * tl.load(norm + partner, mask=rotated, other=0.0)
+        cosine = tl.load(cos + angle_offset + at, mask=rotated, other=1.0)
+        sine = tl.load(sin + angle_offset + at, mask=rotated, other=0.0)
+        result = tl.where(rotated, result * cosine + other * sine, result)
+    return result
+
+
+@triton.jit
+def store_codes(codes, scales, x, mask, stored):
+    """Quantize heads x [heads, elements] fp32 as `quantize_heads`, and store the elements `stored`, and scales of their heads.
+
+    Return the codes in FP32, and the scales [heads].
+    """
     x = tl.where(mask, x, 0.0)
-    largest = tl.max(tl.abs(x), 1)[:, None]
-    finite = tl.min(tl.where(x - x == 0.0, 1, 0), 1)[:, None] == 1
+    largest = tl.max(tl.abs(x), 1)
+    finite = tl.min(tl.where(x - x == 0.0, 1, 0), 1) == 1
     used = finite & (largest > 1e-35)
-    inverse = tl.where(used, tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), tl.where(used, largest, 1.0)), 0.0)
+    most = tl.full(largest.shape, 127.0, tl.float32)
+    inverse = tl.where(used, tl.div_rn(most, tl.where(used, largest, 1.0)), 0.0)
     # The sum rounds to the nearest integer, ties to even.
-    code = (tl.where(used, x, 0.0) * inverse + 12582912.0) - 12582912.0
-    tl.store(codes, code.to(tl.int8), mask=mask)
-    scale = tl.where(
-        used, tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)), tl.where(finite, 0.0, float("nan"))
-    )
-    tl.store(scales, scale, mask=tl.max(mask.to(tl.int32), 1)[:, None] == 1)
-
-
-@triton.jit
-def _load_norm_weight(query_norm, key_norm, is_query, is_key, at):
-    """Load each element's norm weight, of queries or keys."""
-    of_query = tl.load(query_norm + at, mask=is_query, other=0.0)
-    return of_query + tl.load(key_norm + at, mask=is_key, other=0.0)
+    code = (tl.where(used[:, None], x, 0.0) * inverse[:, None] + 12582912.0) - 12582912.0
+    scale = tl.where(used, tl.div_rn(largest, most), tl.where(finite, 0.0, float("nan")))
+    tl.store(codes, code.to(tl.int8), mask=stored)
+    tl.store(scales, scale[:, None], mask=tl.max(stored.to(tl.int32), 1)[:, None] == 1)
+    return code, scale
 
 
 def rope_angles(positions: Tensor, frequencies: Tensor, scale: float) -> RopeAngles:
@@ -158,12 +167,15 @@ def rope_angles(positions: Tensor, frequencies: Tensor, scale: float) -> RopeAng
     cos, sin = (torch.empty(tokens, 1, 2 * half, dtype=torch.float32, device=positions.device) for _ in range(2))
     if tokens:
         given = (positions.contiguous(), frequencies, cos, sin, float(scale), half, triton.next_power_of_2(half))
-        _rope_angles[(tokens,)](*given, num_warps=1)
+        _rope_angles[(tokens,)](*given, num_warps=1, **launch_options())
     return cos, sin
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # views of a step's buffer have any alignment
-def _rope_angles(positions, frequencies, cos, sin, scale, half: tl.constexpr, block: tl.constexpr):
+def _rope_angles(
+    positions, frequencies, cos, sin, scale, half: tl.constexpr, block: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < half
