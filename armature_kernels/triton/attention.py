@@ -66,8 +66,10 @@ def attend_decodes(
         CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS, NEW=MAX_SEQUENCE_DECODES,
         ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, TOKENS=key_block_size(dim, itemsize),
         MERGED=max(1, min(parts, _MERGED_ELEMENTS // dim)),
-        # FP32 products need more registers than four warps have.
-        num_warps=8 if itemsize > 2 else 4, num_stages=2, **launch_options(),
+        # FP32 products need more registers than four warps have. With 128 registers to a thread, four programs of four warps
+        # share a multiprocessor.
+        num_warps=8 if itemsize > 2 else 4, num_stages=2, maxnreg=128 if itemsize <= 2 and dim <= 128 else None,
+        **launch_options(),
     )  # fmt: skip
 
 
@@ -228,8 +230,8 @@ def _attend_decodes(
             at_keys, key_norm, cos, sin, (new_rows * ROTATED)[:, None], dims[None, :], mask_new, eps, HEAD_DIM, ROTATED
         )
         new_value = tl.load(at_keys + kv_heads * HEAD_DIM + dims[None, :], mask=mask_new, other=0.0)
-        row, mask_own = tl.load(written + sequence), mask_new & (back == 0)[:, None]
-        at_own = row * row_stride + dims[None, :]
+        row = tl.load(written + new_rows, mask=is_new, other=0)[:, None]
+        at_own, mask_own = row * row_stride + dims[None, :], mask_new & (back == 0)[:, None]
         new_key_scale = None
         new_value_scale = None
         if key_scales is None:
@@ -238,15 +240,16 @@ def _attend_decodes(
             tl.store(values + at_own, new_value, mask=mask_own)
         else:
             new_key = new_key.to(product.dtype.element_ty).to(tl.float32)
-            at_scale = row * scale_stride + kv_head + back[:, None]
+            at_scale = row * scale_stride + kv_head
             new_key, new_key_scale = store_codes(keys + at_own, key_scales + at_scale, new_key, mask_new, mask_own)
             new_value, new_value_scale = store_codes(
                 values + at_own, value_scales + at_scale, new_value.to(tl.float32), mask_new, mask_own
             )
             new_key, new_value = new_key.to(queries.dtype), new_value.to(queries.dtype)
-        seen = is_new & (part == num_parts - 1) & (back <= before)
+        new_seen = is_new & (part == num_parts - 1) & (back <= before)
         total, acc, highest = _attend_tokens(
-            queries, tl.trans(new_key), new_value, new_key_scale, new_value_scale, seen, total, acc, highest, scale, cap, CAPPED
+            queries, tl.trans(new_key), new_value, new_key_scale, new_value_scale, new_seen, total, acc, highest,
+            scale, cap, CAPPED
         )
 
     table = tables + slot.to(tl.int64) * table_stride

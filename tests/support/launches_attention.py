@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from armature_kernels.attention.attention import KvRows, token_bytes, view_kv_rows
+from armature_kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.paged import PackedTexts
 from armature_kernels.triton.attention import attend_decodes
@@ -21,10 +21,18 @@ def _in_int8(shape: Shape, kv: KvRows) -> KvRows:
     return view_kv_rows(memory, shape.kv_heads, shape.head_dim, torch.int8)
 
 
-def _decode(shape: Shape, sequences: int, spec: AttentionSpec, is_int8: bool = False) -> None:
+def _decode(
+    shape: Shape, sequences: int, spec: AttentionSpec, is_int8: bool = False, normed: bool = False, dim: int | None = None
+) -> None:
+    """Launch decodes with RoPE of `dim` elements, all by default."""
     query, kv, step = made_step(shape, [(1, 3)] * sequences, sequences, _HERE)
     kv = _in_int8(shape, kv) if is_int8 else kv
-    attend_decodes(query, kv, step, spec, torch.empty(query.shape, dtype=query.dtype))
+    product = torch.zeros((sequences, (shape.heads + 2 * shape.kv_heads) * shape.head_dim), dtype=shape.dtype)
+    angle = torch.zeros(sequences, 1, shape.head_dim if dim is None else dim)
+    norms = (torch.zeros(shape.head_dim),) * 2 if normed else (None, None)
+    heads = QkvHeads(product, shape.heads, shape.kv_heads, shape.head_dim, *norms, 1e-6, (angle, angle))
+    out, written = torch.empty(query.shape, dtype=query.dtype), torch.zeros(sequences, dtype=torch.int64)
+    attend_decodes(heads, kv, written, step, spec, out)
 
 
 def _prompt(shape: Shape, spec: AttentionSpec, is_int8: bool = False) -> None:
@@ -53,6 +61,22 @@ def launch_decode_128_int8() -> None:
 
 def launch_prompt_128_int8() -> None:
     _prompt(Shape(32, 8, 128, torch.bfloat16), AttentionSpec(0.1), is_int8=True)
+
+
+def launch_decode_128_normed() -> None:
+    """Qwen3, one sequence and many."""
+    _decode(Shape(32, 8, 128, torch.bfloat16), 1, AttentionSpec(0.1), normed=True)
+    _decode(Shape(32, 8, 128, torch.bfloat16), 64, AttentionSpec(0.1), is_int8=True, normed=True)
+
+
+def launch_decode_80_partly_rotated() -> None:
+    _decode(Shape(32, 32, 80, torch.float16), 4, AttentionSpec(0.1), dim=32)
+
+
+def launch_decode_of_written_keys() -> None:
+    query, kv, step = made_step(Shape(32, 8, 128, torch.bfloat16), [(1, 3)], 1, _HERE)
+    heads = QkvHeads(query.flatten(1), 32, 0, 128)
+    attend_decodes(heads, kv, None, step, AttentionSpec(0.1), torch.empty(query.shape, dtype=query.dtype))
 
 
 def launch_decode_256() -> None:
