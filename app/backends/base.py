@@ -64,11 +64,13 @@ class DeviceBackend(BaseBackend, Protocol):
 
     can_sample: bool
 
-    def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
-        """Compute causal attention over the pages of one layer that `step` describes.
+    def attention(
+        self, heads: QkvHeads, kv: KvRows, written: Tensor, step: PagedStep, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values to rows `written` of one layer, and compute causal attention over the pages of `step`.
 
-        `query` is [tokens, heads, head_dim]; the result has its shape and dtype. Rows of sequences without context are
-        zeros.
+        Return queries and results [tokens, num_heads, head_dim] in the dtype of the product, which may be overwritten. The
+        results of sequences without context are zeros; the queries of decodes are not defined.
         """
 
     def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:

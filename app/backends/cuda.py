@@ -18,8 +18,8 @@ from app.hardware.plan.plan import ServingPlan
 from armature_kernels.attention import texts as text_attention
 from armature_kernels.attention.attention import KvRows, QkvHeads
 from armature_kernels.attention.context import AttentionSpec
-from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
-from armature_kernels.elementwise.rope import apply_rope_to_qkv
+from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_heads_torch, attend_texts_padded_torch
+from armature_kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv
 from armature_kernels.triton.support import triton_usable, unavailable_reason
 
 _MIN_CAPABILITY = (
@@ -88,19 +88,28 @@ class CudaBackend:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
-        """Compute causal attention of `query` [tokens, heads, head_dim] over the pages of one layer.
+    def attention(
+        self, heads: QkvHeads, kv: KvRows, written: Tensor, step: PagedStep, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values, and compute causal attention over the pages of one layer.
 
         Prompts that start in this step use PyTorch's flash attention if it supports them, everything else the Triton
-        kernels, so a decode gives the same result beside any other sequences. ALiBi and sinks have no kernel yet: torch
-        computes them.
+        kernels, so a decode gives the same result beside any other sequences. The kernel of decodes has RoPE and plain
+        norms in it. ALiBi and sinks have no kernel yet: torch computes them.
         """
-        if not triton_usable(query) or spec.slopes is not None or spec.sinks is not None:
-            return paged_attention_torch(query, kv, step, spec)
+        if not triton_usable(heads.product) or spec.slopes is not None or spec.sinks is not None:
+            return attend_heads_torch(heads, kv, written, step, spec)
+        from armature_kernels.triton import rope
         from armature_kernels.triton.attention import attend_decodes
         from armature_kernels.triton.prompts import attend_prompts, gather_fresh_kv
 
         prompts = len(step.slots) > step.num_decodes
+        if not heads.has_plain_norm:
+            query = apply_rope_and_write_kv(heads, kv, written)
+            decodes = QkvHeads(query.flatten(1), heads.num_heads, 0, heads.head_dim), kv, None
+        else:
+            query = rope.apply_rope_and_write_kv(heads, kv, written, step.num_decodes) if prompts else heads.split()[0]
+            decodes = heads, kv, written
         by_flash = (
             prompts
             and step.fresh
@@ -115,10 +124,10 @@ class CudaBackend:
         else:
             result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if step.num_decodes:
-            attend_decodes(query, kv, step, spec, result)
+            attend_decodes(*decodes, step, spec, result)
         if prompts and not by_flash:
             attend_prompts(query, kv, step, spec, result)
-        return result
+        return query, result
 
     def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
         """Compute attention within each text. Flash attention has no FP32, soft caps and relative biases."""

@@ -24,8 +24,8 @@ from armature_kernels.attention.paged import (
     PagedStep,
     QueryBlock,
     attend_block,
+    attend_heads_torch,
     attend_texts_padded_torch,
-    paged_attention_torch,
 )
 
 _FALLBACK_VARIABLE = "PYTORCH_ENABLE_MPS_FALLBACK"
@@ -67,8 +67,10 @@ class MpsBackend:
     def synchronize(self) -> None:
         torch.mps.synchronize()
 
-    def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
-        return paged_attention_torch(query, kv, step, spec, attention_function(spec))
+    def attention(
+        self, heads: QkvHeads, kv: KvRows, written: Tensor, step: PagedStep, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        return attend_heads_torch(heads, kv, written, step, spec, attention_function(spec))
 
     def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
         return attend_texts_padded_torch(heads, texts, spec, attention_function(spec))

@@ -19,7 +19,7 @@ from torch import Tensor
 from armature_kernels.attention.attention import KvRows, QkvHeads
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.weights import attention_weights
-from armature_kernels.elementwise.rope import apply_rope_to_qkv_torch
+from armature_kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv_torch
 
 # Tokens that a kernel reads at a time; at most 63 tokens of a sequence's memory are unused. Torch's flash
 # kernel does not support pages (pytorch/pytorch#175924: only with a separate package), so nothing else requires
@@ -103,10 +103,23 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, part: QueryBlock, sp
 AttendBlock = Callable[[Tensor, Tensor, Tensor, QueryBlock, AttentionSpec], Tensor]
 
 
+def attend_heads_torch(
+    heads: QkvHeads,
+    kv: KvRows,
+    written: Tensor,
+    step: PagedStep,
+    spec: AttentionSpec,
+    attend: AttendBlock = attend_block,
+) -> tuple[Tensor, Tensor]:
+    """Compute `DeviceBackend.attention`, first the queries, keys and values, then attention."""
+    query = apply_rope_and_write_kv(heads, kv, written)
+    return query, paged_attention_torch(query, kv, step, spec, attend)
+
+
 def paged_attention_torch(
     query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec, attend: AttendBlock = attend_block
 ) -> Tensor:
-    """Compute the attention of a step like `DeviceBackend.attention`; query and result are [tokens, heads, head_dim].
+    """Compute the attention of a step; query and result are [tokens, heads, head_dim].
 
     `attend` computes one rectangle of it.
     """

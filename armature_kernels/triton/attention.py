@@ -66,10 +66,8 @@ def attend_decodes(
         CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS, NEW=MAX_SEQUENCE_DECODES,
         ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, TOKENS=key_block_size(dim, itemsize),
         MERGED=max(1, min(parts, _MERGED_ELEMENTS // dim)),
-        # FP32 products need more registers than four warps have. With 128 registers to a thread, four programs of four warps
-        # share a multiprocessor.
-        num_warps=8 if itemsize > 2 else 4, num_stages=2, maxnreg=128 if itemsize <= 2 and dim <= 128 else None,
-        **launch_options(),
+        # FP32 products need more registers than four warps have.
+        num_warps=8 if itemsize > 2 else 4, num_stages=2, **launch_options(),
     )  # fmt: skip
 
 
@@ -223,34 +221,12 @@ def _attend_decodes(
         is_new &= tl.load(slots + new_rows, mask=is_new, other=-1) == slot
         is_new &= tl.load(lengths + new_rows, mask=is_new, other=-1) == length - back
         end = tl.minimum(end, length - tl.sum(is_new.to(tl.int32), 0))
-        mask_new = (is_new & (part == num_parts - 1))[:, None] & in_head
-        kv_heads = tl.num_programs(1)
-        at_keys = product + new_rows.to(tl.int64)[:, None] * stride + (kv_heads * GROUP + kv_head) * HEAD_DIM
-        new_key = load_heads(
-            at_keys, key_norm, cos, sin, (new_rows * ROTATED)[:, None], dims[None, :], mask_new, eps, HEAD_DIM, ROTATED
-        )
-        new_value = tl.load(at_keys + kv_heads * HEAD_DIM + dims[None, :], mask=mask_new, other=0.0)
-        row = tl.load(written + new_rows, mask=is_new, other=0)[:, None]
-        at_own, mask_own = row * row_stride + dims[None, :], mask_new & (back == 0)[:, None]
-        new_key_scale = None
-        new_value_scale = None
-        if key_scales is None:
-            new_key, new_value = new_key.to(keys.dtype.element_ty), new_value.to(values.dtype.element_ty)
-            tl.store(keys + at_own, new_key, mask=mask_own)
-            tl.store(values + at_own, new_value, mask=mask_own)
-        else:
-            new_key = new_key.to(product.dtype.element_ty).to(tl.float32)
-            at_scale = row * scale_stride + kv_head
-            new_key, new_key_scale = store_codes(keys + at_own, key_scales + at_scale, new_key, mask_new, mask_own)
-            new_value, new_value_scale = store_codes(
-                values + at_own, value_scales + at_scale, new_value.to(tl.float32), mask_new, mask_own
-            )
-            new_key, new_value = new_key.to(queries.dtype), new_value.to(queries.dtype)
-        new_seen = is_new & (part == num_parts - 1) & (back <= before)
-        total, acc, highest = _attend_tokens(
-            queries, tl.trans(new_key), new_value, new_key_scale, new_value_scale, new_seen, total, acc, highest,
-            scale, cap, CAPPED
-        )
+        if part == num_parts - 1:
+            total, acc, highest = _attend_new_tokens(
+                queries, product, key_norm, cos, sin, written, keys, values, key_scales, value_scales, new_rows, is_new,
+                stride, row_stride, scale_stride, eps, before, scale, cap, total, acc, highest,
+                GROUP, HEAD_DIM, ROTATED, CAPPED, DIM
+            )  # fmt: skip
 
     table = tables + slot.to(tl.int64) * table_stride
     for at in range(begin, end, TOKENS):
@@ -276,16 +252,48 @@ def _attend_decodes(
     at_out = out + place[:, None] * HEAD_DIM + dims[None, :]
     tl.store(at_out, result.to(out.dtype.element_ty), mask=mask & (num_parts == 1))
     if PARTS > 1:
-        if num_parts > 1:
-            tl.store(sums + (place * PARTS + part)[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
-            weight = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
-            tl.store(weights + place * PARTS + part, weight, mask=rows < GROUP)
-            # All threads of the program have stored before one of them counts it.
-            tl.debug_barrier()
-            if tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-                for head in range(GROUP):
-                    _merge_parts(sums, weights, out, group * GROUP + head, num_parts, PARTS, HEAD_DIM, DIM, MERGED)
-                tl.store(counters + group, 0)
+        at_weights = place * PARTS + part
+        tl.store(sums + at_weights[:, None] * HEAD_DIM + dims[None, :], result, mask=mask & (num_parts > 1))
+        weight = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
+        tl.store(weights + at_weights, weight, mask=(rows < GROUP) & (num_parts > 1))
+        _merge_if_last(sums, weights, counters + group, out, group, num_parts, PARTS, GROUP, HEAD_DIM, DIM, MERGED)
+
+
+@triton.jit
+def _attend_new_tokens(
+    queries, product, key_norm, cos, sin, written, keys, values, key_scales, value_scales, rows, is_new,
+    stride, row_stride, scale_stride, eps, before, scale, cap, total, acc, highest,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Update the running softmax by the sequence's tokens of this step, its own and those before it, and write its own.
+
+    They are rows `rows` of the product, the own first, where `is_new`.
+    """
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    back, dims = tl.arange(0, rows.shape[0]), tl.arange(0, DIM)[None, :]
+    mask = is_new[:, None] & (dims < HEAD_DIM)
+    source = product + rows.to(tl.int64)[:, None] * stride + (kv_heads * GROUP + kv_head) * HEAD_DIM
+    angles = (rows * ROTATED)[:, None]
+    key = load_heads(source, key_norm, cos, sin, angles, dims, mask, eps, HEAD_DIM, ROTATED)
+    value = tl.load(source + kv_heads * HEAD_DIM + dims, mask=mask, other=0.0)
+    row = tl.load(written + rows, mask=is_new, other=0)[:, None]
+    at_own, mask_own = row * row_stride + dims, mask & (back == 0)[:, None]
+    key_scale = None
+    value_scale = None
+    if key_scales is None:
+        key, value = key.to(keys.dtype.element_ty), value.to(values.dtype.element_ty)
+        tl.store(keys + at_own, key, mask=mask_own)
+        tl.store(values + at_own, value, mask=mask_own)
+    else:
+        key, value = key.to(product.dtype.element_ty).to(tl.float32), value.to(tl.float32)
+        at_scale = row * scale_stride + kv_head
+        key, key_scale = store_codes(keys + at_own, key_scales + at_scale, key, mask, mask_own)
+        value, value_scale = store_codes(values + at_own, value_scales + at_scale, value, mask, mask_own)
+        key, value = key.to(queries.dtype), value.to(queries.dtype)
+    seen = is_new & (back <= before)
+    return _attend_tokens(
+        queries, tl.trans(key), value, key_scale, value_scale, seen, total, acc, highest, scale, cap, CAPPED
+    )
 
 
 @triton.jit
@@ -299,6 +307,22 @@ def _attend_tokens(
     scores = scale_scores(scores, scale, cap, CAPPED)
     scores = tl.where(seen[None, :], scores, -float("inf"))
     return update_softmax(total, acc, highest, scores, value, value_scale)
+
+
+@triton.jit
+def _merge_if_last(
+    sums, weights, counter, out, group, num_parts,
+    PARTS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """Count a part whose sums are stored, and merge the parts of all heads of the group if it is the last one."""
+    if num_parts == 1:
+        return
+    # All threads of this program have stored their sums before one of them counts.
+    tl.debug_barrier()
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+        for head in range(GROUP):
+            _merge_parts(sums, weights, out, group * GROUP + head, num_parts, PARTS, HEAD_DIM, DIM, MERGED)
+        tl.store(counter, 0)
 
 
 @triton.jit
@@ -318,6 +342,8 @@ def _merge_parts(
         mask = first + some < num_parts
         powers = tl.exp2(tl.load(weights + part, mask=mask, other=-float("inf")) - highest)
         mask = (mask & (powers != 0.0))[:, None] & (dims < HEAD_DIM)[None, :]
-        acc += tl.sum(tl.load(sums + part[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0) * powers[:, None], 0)
+        acc += tl.sum(
+            tl.load(sums + part[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0) * powers[:, None], 0
+        )
     result = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out + place * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

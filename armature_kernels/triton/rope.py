@@ -7,6 +7,8 @@ of a step's tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -18,13 +20,16 @@ from armature_kernels.triton.launch import launch_options, wait_for_inputs
 _ELEMENTS = 1024  # per program of four warps
 
 
-def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Tensor:
+def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor, skipped: int = 0) -> Tensor:
     """Return queries [tokens, num_heads, head_dim] and write keys and values to rows `written` [tokens] int64.
 
-    Queries that need no norm and no RoPE are a view of the product.
+    Queries that need no norm and no RoPE are a view of the product. Nothing is done for the first `skipped` tokens.
     """
     query = heads.split()[0] if heads.is_final else _empty_heads(heads, heads.num_heads)
-    _launch(heads, query, kv, written.contiguous())
+    if skipped:
+        angles = None if heads.angles is None else (heads.angles[0][skipped:], heads.angles[1][skipped:])
+        heads = replace(heads, product=heads.product[skipped:], angles=angles)
+    _launch(heads, query[skipped:], kv, written[skipped:].contiguous())
     return query
 
 

@@ -11,7 +11,7 @@ from app.backends.cuda import CudaBackend
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.paged import PackedTexts, attend_texts_padded_torch, paged_attention_torch
-from paged_steps import Shape, made_step
+from paged_steps import NOWHERE, Shape, alone, made_step
 from planned_machines import bare_plan
 
 pytestmark = pytest.mark.cuda
@@ -50,7 +50,10 @@ def test_servings_sizes(
 ) -> None:
     query, kv, step = made_step(shape, spans, num_decodes, GPU)
     rtol = 1e-4 if shape.dtype == torch.float32 else 2**-6
-    found, expected = backend.attention(query, kv, step, spec), paged_attention_torch(query, kv, step, spec)
+    found, expected = (
+        backend.attention(alone(query), kv, NOWHERE, step, spec)[1],
+        paged_attention_torch(query, kv, step, spec),
+    )
     torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol)
 
 
@@ -70,7 +73,7 @@ def test_a_recorded_step_attends_to_what_is_there_when_it_is_replayed(backend: C
     result = torch.empty(query.shape, dtype=BF16, device=GPU)
 
     def work() -> None:
-        result.copy_(backend.attention(query, kv, step, spec))
+        result.copy_(backend.attention(alone(query), kv, NOWHERE, step, spec)[1])
 
     work()
     captured = backend.capture(work)

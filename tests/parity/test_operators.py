@@ -25,7 +25,7 @@ from app.engine.encoder.device_runner import DeviceEncoderRunner, TextBatchShape
 from armature_kernels.attention.attention import KvRows, QkvHeads
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.device_recurrence import RowRun
-from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_heads_torch, attend_texts_padded_torch
 from fake_device import CUDA, fake_cuda
 from loaded_models import load
 from operator_table import Listening, has_kernel
@@ -53,8 +53,10 @@ class AppleSimulatedDevice(SimulatedDeviceBackend):
 
     can_sample = False
 
-    def attention(self, query: torch.Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> torch.Tensor:
-        return paged_attention_torch(query, kv, step, spec, attention_function(spec))
+    def attention(
+        self, heads: QkvHeads, kv: KvRows, written: torch.Tensor, step: PagedStep, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return attend_heads_torch(heads, kv, written, step, spec, attention_function(spec))
 
     def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> torch.Tensor:
         return attend_texts_padded_torch(heads, texts, spec, attention_function(spec))

@@ -22,7 +22,12 @@ def _in_int8(shape: Shape, kv: KvRows) -> KvRows:
 
 
 def _decode(
-    shape: Shape, sequences: int, spec: AttentionSpec, is_int8: bool = False, normed: bool = False, dim: int | None = None
+    shape: Shape,
+    sequences: int,
+    spec: AttentionSpec,
+    is_int8: bool = False,
+    normed: bool = False,
+    dim: int | None = None,
 ) -> None:
     """Launch decodes with RoPE of `dim` elements, all by default."""
     query, kv, step = made_step(shape, [(1, 3)] * sequences, sequences, _HERE)

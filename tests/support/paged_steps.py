@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armature_kernels.attention.attention import KvRows, token_bytes, view_kv_rows
+from armature_kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
 from armature_kernels.attention.paged import PAGE_TOKENS, PagedStep
 
 
@@ -18,6 +18,14 @@ class Shape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype = torch.float32
+
+
+NOWHERE = torch.empty(0, dtype=torch.int64)  # where queries alone write keys
+
+
+def alone(query: Tensor) -> QkvHeads:
+    """Return these queries as a product without keys and values, which are in the cache."""
+    return QkvHeads(query.flatten(1), query.shape[1], 0, query.shape[2])
 
 
 def made_step(

@@ -18,7 +18,7 @@ from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe
 from armature_kernels.attention.attention import KvRows, QkvHeads
 from armature_kernels.attention.context import AttentionSpec
-from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_heads_torch, attend_texts_padded_torch
 
 GPU = CudaDevice(0, "NVIDIA H200", (9, 0), 141 * 2**30, free_bytes=20 * 2**30)
 
@@ -68,9 +68,11 @@ class SimulatedDeviceBackend:
     def synchronize(self) -> None:
         """Return at once: work is finished when it was submitted."""
 
-    def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
+    def attention(
+        self, heads: QkvHeads, kv: KvRows, written: Tensor, step: PagedStep, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
         """Compute causal attention over the pages of one layer, with PyTorch."""
-        return paged_attention_torch(query, kv, step, spec)
+        return attend_heads_torch(heads, kv, written, step, spec)
 
     def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
         """Compute attention of each token within its own text, with PyTorch."""

@@ -63,7 +63,6 @@ from armature_kernels.attention.device_recurrence import RowRun, StateRows
 from armature_kernels.attention.flash import BlockRow, attend_in_blocks
 from armature_kernels.attention.paged import PagedStep
 from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs
-from armature_kernels.elementwise.rope import apply_rope_and_write_kv
 from armature_kernels.linear.device_lora import DeviceLoraRows
 
 MAX_TABLE_UPDATES = 4096  # page table entries that are sent with a step's inputs; a long cached prefix may need more
@@ -105,8 +104,7 @@ class PagedAttention:
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         kv = self.kv_cache.layers[layer].heads_of(heads)
-        query = apply_rope_and_write_kv(heads, kv, self.kv_rows)
-        mixed = self.backend.attention(query, kv, self.step, spec)
+        query, mixed = self.backend.attention(heads, kv, self.kv_rows, self.step, spec)
         if spec.sees_blocks and self.blocks:
             attend_in_blocks(query, kv, self.blocks, spec, mixed)
         return mixed.flatten(1)

@@ -24,7 +24,7 @@ from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.paged import PackedTexts, attend_texts_padded_torch, paged_attention_torch
 from armature_kernels.triton import attention, prompts
-from paged_steps import Shape, made_step
+from paged_steps import NOWHERE, Shape, alone, made_step
 from planned_machines import bare_plan
 
 BF16 = torch.bfloat16
@@ -94,7 +94,7 @@ def test_steps(
     gpu: torch.device,
 ) -> None:
     query, kv, step = made_step(Shape(4, 2, 32, BF16), spans, num_decodes, gpu)
-    found = backend.attention(query, kv, step, spec)
+    found = backend.attention(alone(query), kv, NOWHERE, step, spec)[1]
     assert served == expected
     torch.testing.assert_close(found, paged_attention_torch(query, kv, step, spec), rtol=2**-6, atol=2**-6)
 
@@ -127,7 +127,7 @@ def test_without_triton_the_references_serve(
 ) -> None:
     monkeypatch.setattr(cuda, "triton_usable", lambda tensor: False)
     query, kv, step = made_step(Shape(4, 2, 32, BF16), [(1, 70), (9, 9)], 1, gpu)
-    found = backend.attention(query, kv, step, AttentionSpec(0.3))
+    found = backend.attention(alone(query), kv, NOWHERE, step, AttentionSpec(0.3))[1]
     assert served == []
     assert torch.equal(found, paged_attention_torch(query, kv, step, AttentionSpec(0.3)))
 

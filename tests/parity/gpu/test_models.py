@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from armature_kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
+from app.backends import cuda
+from app.backends.cuda import CudaBackend
+from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec
-from armature_kernels.attention.paged import PagedStep
 from armature_kernels.elementwise import activations, embedding, rope
 from armature_kernels.elementwise import norms as layer_norm
 from armature_kernels.elementwise import norms as rowwise
 from armature_kernels.triton import attention, elementwise
-from armature_kernels.triton.prompts import attend_prompts
 from device_engine import MAX_LEN, DeviceServed, Said, prompt_of, request_of
 from loaded_models import load
+from paged_steps import Shape, made_step
 from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint
 
@@ -39,21 +40,15 @@ REQUESTS = [
 class TritonSimulatedDevice(SimulatedDeviceBackend):
     """Attends by Triton's kernels."""
 
-    def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
-        out = torch.zeros(query.shape, dtype=query.dtype)
-        if step.num_decodes:
-            attention.attend_decodes(query, kv, step, spec, out)
-        if len(query) > step.num_decodes:
-            attend_prompts(query, kv, step, spec, out)
-        return out
+    attention = CudaBackend.attention
 
 
 @contextmanager
 def by_triton() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (activations, layer_norm, rowwise, embedding, rope):
+        for module in (activations, layer_norm, rowwise, embedding, rope, cuda):
             patch.setattr(module, "triton_usable", lambda tensor: True)
-            patch.setattr(module, "has_kernel", lambda code: False)
+            patch.setattr(module, "has_kernel", lambda code: False, raising=module is not cuda)
         patch.setattr(attention, "_TARGET_PROGRAMS", 2)  # in the interpreter they run one after the other
         yield
 
@@ -110,10 +105,9 @@ def counting() -> Iterator[Launches]:
             yield counts
 
 
-# Of one token in one layer, beside its attention, which is one launch, or two where the context is cut into parts. On a GPU the products
-# of BF16 weights add to the stream themselves, which takes away both `add_`.
-LLAMA = "_rms_norm mm _apply_rope mm add_ _rms_norm mm _gate mm add_"
-GEMMA = "_rms_norm mm _apply_rope mm _add_rms_norm _rms_norm mm _gate mm _add_rms_norm"
+# Of one token in one layer. On a GPU the products of BF16 weights add to the stream themselves, which takes away both `add_`.
+LLAMA = "_rms_norm mm _attend_decodes mm add_ _rms_norm mm _gate mm add_"
+GEMMA = "_rms_norm mm _attend_decodes mm _add_rms_norm _rms_norm mm _gate mm _add_rms_norm"
 
 
 @only_interpreted
@@ -123,11 +117,11 @@ def test_kernels_of_one_layer_are_counted(architecture: str, expected: str, tmp_
     model: Any = load(tmp_path, max_model_len=MAX_LEN, device="cuda")
     config = model.config
     sizes = (config.num_kv_heads, config.head_dim)
-    kv = view_kv_rows(torch.zeros(64, token_bytes(*sizes, torch.float32), dtype=torch.uint8), *sizes, torch.float32)
+    _, kv, step = made_step(Shape(config.num_heads, *sizes), [(1, 300)], 1, torch.device("cpu"))
     written = torch.zeros(1, dtype=torch.int64)
 
     def attend(layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
-        return rope.apply_rope_and_write_kv(heads, kv, written).flatten(1)
+        return TritonSimulatedDevice(torch.float32).attention(heads, kv, written, step, spec)[1].flatten(1)
 
     hidden = torch.randn(1, config.hidden_size)
     angles = model.angles.by_layer(model.angles(written))[0]
