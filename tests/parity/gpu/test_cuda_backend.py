@@ -6,6 +6,7 @@ Without a GPU, torch's flash attention is faked.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,7 +23,8 @@ from app.backends.cuda import CudaBackend
 from armature_kernels.attention import texts as flash
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec
-from armature_kernels.attention.paged import PackedTexts, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.attention.paged import PAGE_TOKENS, PackedTexts, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.elementwise.rope import apply_rope_to_qkv_torch
 from armature_kernels.triton import attention, prompts
 from paged_steps import NOWHERE, Shape, alone, made_step
 from planned_machines import bare_plan
@@ -97,6 +99,35 @@ def test_steps(
     found = backend.attention(alone(query), kv, NOWHERE, step, spec)[1]
     assert served == expected
     torch.testing.assert_close(found, paged_attention_torch(query, kv, step, spec), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("has_plain_norm", [True, False], ids=["in one kernel", "in two"])
+def test_a_decode_is_the_same_beside_prompts(has_plain_norm: bool, backend: CudaBackend, gpu: torch.device) -> None:
+    shape, spec = Shape(4, 2, 32), AttentionSpec(0.3, softcap=2.0)
+    _, kv, step = made_step(shape, [(1, 70), (1, 3), (9, 9)], 2, gpu)
+    pages = step.tables[step.slots.long(), 0].long() * PAGE_TOKENS
+    second = step.tables[step.slots[0].long(), 1].long() * PAGE_TOKENS
+    written = torch.cat((second[None] + 5, pages[1:2] + 2, pages[2] + torch.arange(9, device=gpu)))
+    generator = torch.Generator().manual_seed(3)
+    product, angle = (torch.randn(*size, generator=generator).to(gpu) for size in ((11, 8 * 32), (11, 1, 16)))
+    norm = torch.full((32,), 1.5, device=gpu)
+    heads = QkvHeads(
+        product, 4, 2, 32, norm, norm, 1e-5, (angle.cos(), angle.sin()), norm_after_rope=not has_plain_norm
+    )
+    memory = kv.keys.clone(), kv.values.clone()
+
+    expected_query, key, value = apply_rope_to_qkv_torch(heads)
+    query, found = backend.attention(replace(heads, product=product.clone()), kv, written, step, spec)
+    torch.testing.assert_close(query[2:], expected_query[2:])
+    torch.testing.assert_close(kv.keys[written], key)
+    assert torch.equal(kv.values[written], value)
+    torch.testing.assert_close(found, paged_attention_torch(expected_query, kv, step, spec), rtol=1e-4, atol=1e-4)
+
+    kv.keys.copy_(memory[0])
+    kv.values.copy_(memory[1])
+    alone_step = replace(step, slots=step.slots[:2], starts=step.starts[:3], lengths=step.lengths[:2])
+    first = replace(heads, product=product[:2], angles=(angle[:2].cos(), angle[:2].sin()))
+    assert torch.equal(backend.attention(first, kv, written[:2], alone_step, spec)[1], found[:2])
 
 
 @pytest.mark.parametrize(
