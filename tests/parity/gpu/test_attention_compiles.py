@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -14,7 +16,26 @@ _SPILLED = 64  # bytes of stack to a thread that cost nothing one can measure: h
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_kernel_compiles(capability: int) -> None:
-    found = compile_all("launches_attention", capability)
-    assert {one.kernel for one in found} == {"_attend_split", "_merge_splits", "_attend_block", "_gather"}
+    found = compile_all("launches_attention", capability, ptx=True)
+    assert {one.kernel for one in found} == {"_attend_decodes", "_attend_block", "_gather"}
+    assert {"griddepcontrol.wait" in one.ptx for one in found} == {capability >= 90}
     assert not [(one.launch, one.kernel, one.stack) for one in found if one.stack > _SPILLED]
     assert max(one.shared for one in found) <= _LEAST_SHARED
+    counts = [one.ptx for one in found if "atom." in one.ptx]
+    assert len(counts) >= 5 and all(stores_come_before_the_count(ptx) for ptx in counts)
+
+
+def stores_come_before_the_count(ptx: str) -> bool:
+    """Return True if a barrier is between the stores of partial sums and the only atomic, and between it and the next load."""
+    found = re.findall(r"bar\.sync|st\.global|ld\.global|atom\.[\w.]+", ptx)
+    counts = [place for place, one in enumerate(found) if one.startswith("atom.")]
+    if len(counts) != 1 or found[counts[0]] != "atom.global.gpu.acq_rel.add.u32":
+        return False
+    return found[counts[0] - 1] == found[counts[0] + 1] == "bar.sync"
+
+
+def test_a_missing_barrier_is_found() -> None:
+    count = "st.global.b32 bar.sync 0; atom.global.gpu.acq_rel.add.u32 bar.sync 0; ld.global.b32"
+    assert stores_come_before_the_count(count)
+    assert not stores_come_before_the_count(count.replace("bar.sync 0; atom", "atom"))
+    assert not stores_come_before_the_count(count.replace("acq_rel", "relaxed"))
