@@ -273,7 +273,7 @@ def _attend_new_tokens(
     back, dims = tl.arange(0, rows.shape[0]), tl.arange(0, DIM)[None, :]
     mask = is_new[:, None] & (dims < HEAD_DIM)
     source = product + rows.to(tl.int64)[:, None] * stride + (kv_heads * GROUP + kv_head) * HEAD_DIM
-    angles = (rows * ROTATED)[:, None]
+    angles = tl.where(is_new, rows * ROTATED, 0)[:, None]
     key = load_heads(source, key_norm, cos, sin, angles, dims, mask, eps, HEAD_DIM, ROTATED)
     value = tl.load(source + kv_heads * HEAD_DIM + dims, mask=mask, other=0.0)
     row = tl.load(written + rows, mask=is_new, other=0)[:, None]

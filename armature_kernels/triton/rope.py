@@ -123,22 +123,22 @@ def load_heads(
     """Load heads [rows, elements] of a product in FP32, with their RMSNorm (unless None) and RoPE of `dim` elements.
 
     `source` and `norm` point to a head's first element, and `angle_offset` is of its token's first angle; `at` numbers the
-    elements. Masked elements are zero.
+    elements. Masked elements are zero; norms and angles are loaded for them too.
     """
     x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
     result = x
     scale = tl.full((1, 1), 1.0, tl.float32)
     if norm is not None:
         scale = tl.rsqrt(tl.sum(x * x, 1) / head_dim + eps)[:, None]
-        result = x * scale * tl.load(norm + at, mask=mask, other=0.0)
+        result = x * scale * tl.load(norm + at, mask=at < head_dim, other=0.0)
     if dim > 0:
         rotated = mask & (at < dim)
         partner = tl.where(at < dim // 2, at + dim // 2, at - dim // 2)
         other = tl.load(source + partner, mask=rotated, other=0.0).to(tl.float32)
         if norm is not None:
-            other = other * scale * tl.load(norm + partner, mask=rotated, other=0.0)
-        cosine = tl.load(cos + angle_offset + at, mask=rotated, other=1.0)
-        sine = tl.load(sin + angle_offset + at, mask=rotated, other=0.0)
+            other = other * scale * tl.load(norm + partner, mask=at < dim, other=0.0)
+        cosine = tl.load(cos + angle_offset + at, mask=at < dim, other=1.0)
+        sine = tl.load(sin + angle_offset + at, mask=at < dim, other=0.0)
         result = tl.where(rotated, result * cosine + other * sine, result)
     return result
 
