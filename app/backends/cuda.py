@@ -104,12 +104,14 @@ class CudaBackend:
         from armature_kernels.triton.prompts import attend_prompts, gather_fresh_kv
 
         prompts = len(step.slots) > step.num_decodes
+        own_rows: Tensor | None = written
         if not heads.has_plain_norm:
             query = apply_rope_and_write_kv(heads, kv, written)
-            decodes = QkvHeads(query.flatten(1), heads.num_heads, 0, heads.head_dim), kv, None
+            heads, own_rows = QkvHeads(query.flatten(1), heads.num_heads, 0, heads.head_dim), None
+        elif prompts:
+            query = rope.apply_rope_and_write_kv(heads, kv, written, step.num_decodes)
         else:
-            query = rope.apply_rope_and_write_kv(heads, kv, written, step.num_decodes) if prompts else heads.split()[0]
-            decodes = heads, kv, written
+            query = heads.split()[0]
         by_flash = (
             prompts
             and step.fresh
@@ -124,7 +126,7 @@ class CudaBackend:
         else:
             result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if step.num_decodes:
-            attend_decodes(*decodes, step, spec, result)
+            attend_decodes(heads, kv, own_rows, step, spec, result)
         if prompts and not by_flash:
             attend_prompts(query, kv, step, spec, result)
         return query, result

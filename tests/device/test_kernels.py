@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from armature_kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PAGE_TOKENS, paged_attention_torch
 from armature_kernels.elementwise import norms, rope
 from armature_kernels.linear import device
 from armature_kernels.triton import support
+from paged_steps import Shape, made_step
 
 pytestmark = pytest.mark.cuda
 BF16 = torch.bfloat16
@@ -72,3 +75,36 @@ def test_a_recorded_layer_reads_what_is_there_when_it_is_replayed() -> None:
     found = (queries, kv.keys[written], kv.values[written])
     for one, twin in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), twin.float(), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("lengths", [(900, 1, 64, 0), (4000,)], ids=["several", "one, in many parts"])
+def test_recorded_decodes_write_and_attend_to_what_is_there(lengths: tuple[int, ...]) -> None:
+    """Replayed at once, one behind the other: parts are counted from zero each time."""
+    from armature_kernels.triton.attention import attend_decodes
+
+    spec, count = AttentionSpec(0.125), len(lengths)
+    _, kv, step = made_step(Shape(32, 8, 64, BF16), [(1, length) for length in lengths], count, torch.device("cuda"))
+    at = (step.lengths.long() - 1).clamp(min=0)
+    written = step.tables[step.slots.long(), at // PAGE_TOKENS].long() * PAGE_TOKENS + at % PAGE_TOKENS
+    product, angle = torch.zeros(count, 48 * 64, dtype=BF16, device="cuda"), torch.randn(count, 1, 64, device="cuda")
+    norm = 1 + 0.2 * torch.randn(64, device="cuda")
+    heads = QkvHeads(product, 32, 8, 64, norm, norm, 1e-5, (angle.cos(), angle.sin()))
+    result = torch.empty(count, 32, 64, dtype=BF16, device="cuda")
+
+    def work() -> None:
+        attend_decodes(heads, kv, written, step, spec, result)
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    for _ in range(3):
+        product.copy_(torch.randn(count, 48 * 64, device="cuda"))
+        for _ in range(10):
+            graph.replay()
+        query, key, value = rope.apply_rope_to_qkv_torch(heads)
+        there = step.lengths > 0
+        torch.testing.assert_close(kv.keys[written][there].float(), key[there].float(), rtol=2**-6, atol=2**-6)
+        assert torch.equal(kv.values[written][there], value[there])
+        expected = paged_attention_torch(query, kv, step, spec)
+        torch.testing.assert_close(result.float(), expected.float(), rtol=2**-6, atol=2**-6)
