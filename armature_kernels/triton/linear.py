@@ -112,6 +112,7 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, i
         INPUTS=inputs_of_block(inputs, width, _INPUTS),
         num_warps=4,
         num_stages=4,
+        **launch_options(),
     )
     return out
 
@@ -121,7 +122,7 @@ def dequantize_codes(codes: Tensor, scales: Tensor, block: tuple[int, int], out:
     (outputs, inputs), (height, width) = out.shape, block
     assert codes.is_contiguous() and scales.is_contiguous() and out.is_contiguous(), "addressed by their shape"
     grid = (outputs, triton.cdiv(inputs, _CONVERTED))
-    _dequantize_codes[grid](as_bytes(codes), scales, out, inputs, height, width, INPUTS=_CONVERTED)
+    _dequantize_codes[grid](as_bytes(codes), scales, out, inputs, height, width, INPUTS=_CONVERTED, **launch_options())
     return out
 
 
@@ -130,7 +131,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, inputs = x.shape
     assert x.is_contiguous(), "rows are addressed by their shape"
     codes, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(rows, 1, dtype=torch.float32)
-    _quantize_rows[(rows,)](x, as_bytes(codes), scales, inputs, INPUTS=_CONVERTED)
+    _quantize_rows[(rows,)](x, as_bytes(codes), scales, inputs, INPUTS=_CONVERTED, **launch_options())
     return codes, scales
 
 
@@ -322,8 +323,10 @@ def _multiply_few(
 
 @triton.jit
 def _dequantize_codes(
-    codes, scales, out, inputs: tl.constexpr, height: tl.constexpr, width: tl.constexpr, INPUTS: tl.constexpr
-):
+    codes, scales, out,
+    inputs: tl.constexpr, height: tl.constexpr, width: tl.constexpr, INPUTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
     is_input = place < inputs
     values = code_values(tl.load(codes + row * inputs + place, mask=is_input, other=0), tl.float32)
@@ -333,7 +336,8 @@ def _dequantize_codes(
 
 
 @triton.jit
-def _quantize_rows(x, codes, scales, inputs: tl.constexpr, INPUTS: tl.constexpr):
+def _quantize_rows(x, codes, scales, inputs: tl.constexpr, INPUTS: tl.constexpr, DEPENDENT: tl.constexpr):
+    wait_for_inputs(DEPENDENT)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, INPUTS)
     largest, is_finite = tl.zeros([INPUTS], tl.float32), tl.full([INPUTS], 1, tl.int32)
     for first in range(0, inputs, INPUTS):
@@ -363,8 +367,9 @@ def _e4m3(values):
 @triton.jit
 def _multiply_codes(
     x, codes, scales, out, rows, inputs: tl.constexpr, outputs: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     at = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there, inside = at < outputs, row < rows
