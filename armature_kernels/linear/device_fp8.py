@@ -16,6 +16,7 @@ from torch import Tensor
 from armature_kernels.linear.device import copy_bias_to_device
 from armature_kernels.linear.device_int4 import shared_scratch
 from armature_kernels.linear.device_int8 import DeviceInt8Factory, DeviceInt8Linear
+from armature_kernels.linear.device_trial import find_few_rows
 from armature_kernels.linear.layout import MAX_CODE_ROWS, MIN_FP8_CAPABILITY, device_fp8_bytes
 from armature_kernels.triton.support import triton_usable
 
@@ -38,6 +39,16 @@ class DeviceFp8Factory(DeviceInt8Factory):
         shared_scratch(self.device, self.dtype).reserve(outputs, inputs)
         return DeviceFp8Linear((outputs, inputs), bias, self)
 
+    def pack(self, weight: Tensor, bias: Tensor | None) -> DeviceFp8Linear:
+        """Quantize weight [out, in] of any float dtype; with blocks, whose scales are stored, they all have the scale 1."""
+        form = self.empty_form(weight.shape[0], weight.shape[1], bias)
+        if self.block is None:
+            form.fill(0, weight)
+        else:
+            codes = weight.to(self.device, torch.float8_e4m3fn).view(torch.uint8)
+            form.fill_stored(0, codes, torch.ones(len(weight), form.scales.shape[1]))
+        return form
+
     def weight_bytes(self, outputs: int, inputs: int) -> int:
         """Return the bytes of a weight without its bias; a product of few rows reads all of them."""
         return device_fp8_bytes(outputs, inputs, self.block)
@@ -51,6 +62,7 @@ class DeviceFp8Linear(DeviceInt8Linear):
     def __init__(self, shape: tuple[int, int], bias: Tensor | None, packing: DeviceFp8Factory) -> None:
         (outputs, inputs), device = shape, packing.device
         self.shape, self.max_code_rows = shape, MAX_CODE_ROWS
+        self.dtype, self.few_rows = packing.dtype, find_few_rows(packing, *shape)
         self.scratch, self.block = shared_scratch(device, packing.dtype), packing.block or (1, inputs)
         height, width = self.block
         grid = (-(-outputs // height), -(-inputs // width))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from app.backends import cuda
 from app.backends.cuda import CudaBackend
 from armature_kernels.attention.attention import QkvHeads
-from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.context import Attend, AttentionSpec
 from armature_kernels.elementwise import activations, embedding, rope
 from armature_kernels.elementwise import norms as layer_norm
 from armature_kernels.elementwise import norms as rowwise
+from armature_kernels.linear.device import DeviceForm
+from armature_kernels.linear.linear import Linear
 from armature_kernels.triton import attention, elementwise
 from device_engine import MAX_LEN, DeviceServed, Said, prompt_of, request_of
 from loaded_models import load
@@ -105,9 +107,63 @@ def counting() -> Iterator[Launches]:
             yield counts
 
 
+def attend_by_triton(config: Any, lengths: list[int], dtype: torch.dtype, written: Tensor) -> Attend:
+    """Return the attention of a step of decodes; without ALiBi, which has no kernel."""
+    shape = Shape(config.num_heads, config.num_kv_heads, config.head_dim, dtype)
+    _, kv, step = made_step(shape, [(1, length) for length in lengths], len(lengths), torch.device("cpu"))
+
+    def attend(layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
+        spec = replace(spec, slopes=None)
+        return TritonSimulatedDevice(dtype).attention(heads, kv, written, step, spec)[1].flatten(1)
+
+    return attend
+
+
 # Of one token in one layer. On a GPU the products of BF16 weights add to the stream themselves, which takes away both `add_`.
 LLAMA = "_rms_norm mm _attend_decodes mm add_ _rms_norm mm _gate mm add_"
 GEMMA = "_rms_norm mm _attend_decodes mm _add_rms_norm _rms_norm mm _gate mm _add_rms_norm"
+# The same with the kernel for few rows.
+FEW_LLAMA = "_multiply_few _attend_decodes _multiply_few _multiply_few _multiply_few"
+FEW_GEMMA = "_multiply_few _attend_decodes _multiply_few _add_rms_norm _multiply_few _multiply_few _add_rms_norm"
+FEW_BLOOM = "_layer_norm _multiply_few _attend_decodes _multiply_few _layer_norm _multiply_few _activate _multiply_few"
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "layer", "expected"),
+    [
+        ("LlamaForCausalLM", "bfloat16", 0, FEW_LLAMA),
+        ("LlamaForCausalLM", "int8", 1, FEW_LLAMA),
+        ("Gemma2ForCausalLM", "bfloat16", 0, FEW_GEMMA),
+        ("Qwen3ForCausalLM", "bfloat16", 1, FEW_LLAMA),
+        ("BloomForCausalLM", "bfloat16", 0, FEW_BLOOM),
+        ("Phi3ForCausalLM", "bfloat16", 0, FEW_LLAMA),
+    ],
+)
+def test_a_layer_of_few_rows_is_the_layer_of_separate_kernels(
+    architecture: str, dtype: str, layer: int, expected: str, tmp_path: Path
+) -> None:
+    """A LayerNorm is computed before its product, and an MLP without gates applies its activation behind it."""
+    write_checkpoint(tmp_path, architecture, seed=11)
+    model: Any = load(tmp_path, dtype, max_model_len=MAX_LEN, device="cuda")
+    written = torch.tensor([3, 9])
+    attend = attend_by_triton(model.config, [100, 3], torch.bfloat16, written)
+    before, angles = torch.randn(2, model.config.hidden_size), model.layer_angles(written)[layer]
+    with by_triton(), torch.inference_mode():
+        twin = model.layers[layer](before.clone(), angles, attend, None)
+        logits = model.logits(twin.clone())
+        for form in {id(one.form): one.form for one in model.modules() if isinstance(one, Linear)}.values():
+            assert isinstance(form, DeviceForm) and form.few_rows == 0, "no GPU, no trial"
+            form.few_rows = 2
+        found = before.clone()
+        with counting() as counts:
+            model.layers[layer](found, angles, attend, None)
+        few_logits = model.logits(twin.clone())
+    assert " ".join(counts.names) == expected
+    close = 0.02 * float((twin - before).std())
+    torch.testing.assert_close(found, twin, rtol=0, atol=4 * close)
+    torch.testing.assert_close(few_logits, logits, rtol=0, atol=0.1 * float(logits.std()))
+    assert (found - twin).std() < close
 
 
 @only_interpreted
@@ -116,13 +172,8 @@ def test_kernels_of_one_layer_are_counted(architecture: str, expected: str, tmp_
     write_checkpoint(tmp_path, architecture, seed=11)
     model: Any = load(tmp_path, max_model_len=MAX_LEN, device="cuda")
     config = model.config
-    sizes = (config.num_kv_heads, config.head_dim)
-    _, kv, step = made_step(Shape(config.num_heads, *sizes), [(1, 300)], 1, torch.device("cpu"))
     written = torch.zeros(1, dtype=torch.int64)
-
-    def attend(layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
-        return TritonSimulatedDevice(torch.float32).attention(heads, kv, written, step, spec)[1].flatten(1)
-
+    attend = attend_by_triton(config, [300], torch.float32, written)
     hidden = torch.randn(1, config.hidden_size)
     angles = model.angles.by_layer(model.angles(written))[0]
     with by_triton(), torch.no_grad(), counting() as counts:
