@@ -52,7 +52,7 @@ def attend_decodes(
     assert cos is None or cos.is_contiguous(), "rows must be contiguous"
     programs, group, dim = sequences * kv_heads, heads.num_heads // kv_heads, padded_head_dim(head_dim)
     parts = num_splits(programs, step.max_context) if programs <= _MAX_COUNTERS else 1
-    several = parts > 1
+    several, padded = parts > 1, triton.next_power_of_2(group)
     sums = query.new_empty((programs * group, parts, head_dim), dtype=torch.float32) if several else None
     weights = query.new_empty((programs * group, parts), dtype=torch.float32) if several else None
     scales, scale_stride = (kv.key_scales, kv.value_scales), 0 if kv.key_scales is None else kv.key_scales.stride(0)
@@ -64,8 +64,8 @@ def attend_decodes(
         UNBOUNDED if spec.window is None else spec.window - 1, spec.scale, spec.softcap or 1.0,
         PARTS=parts, GROUP=group, HEAD_DIM=head_dim, ROTATED=0 if cos is None else cos.shape[-1],
         CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS, NEW=MAX_SEQUENCE_DECODES,
-        ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, TOKENS=key_block_size(dim, itemsize),
-        MERGED=max(1, min(parts, _MERGED_ELEMENTS // dim)),
+        ROWS=max(16, padded), DIM=dim, TOKENS=key_block_size(dim, itemsize),
+        HEADS=padded, MERGED=max(1, min(parts, _MERGED_ELEMENTS // (padded * dim))),
         # FP32 products need more registers than four warps have.
         num_warps=8 if itemsize > 2 else 4, num_stages=2, **launch_options(),
     )  # fmt: skip
@@ -181,7 +181,7 @@ def _attend_decodes(
     stride, row_stride, kv_head_stride, scale_stride, table_stride, eps, before, scale, cap,
     PARTS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, CAPPED: tl.constexpr,
     PAGE: tl.constexpr, NEW: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
-    MERGED: tl.constexpr, DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr, MERGED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of one sequence's context for the queries of one KV head.
 
@@ -256,7 +256,9 @@ def _attend_decodes(
         tl.store(sums + at_weights[:, None] * HEAD_DIM + dims[None, :], result, mask=mask & (num_parts > 1))
         weight = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
         tl.store(weights + at_weights, weight, mask=(rows < GROUP) & (num_parts > 1))
-        _merge_if_last(sums, weights, counters + group, out, group, num_parts, PARTS, GROUP, HEAD_DIM, DIM, MERGED)
+        _merge_if_last(
+            sums, weights, counters + group, out, group * GROUP, num_parts, PARTS, GROUP, HEADS, HEAD_DIM, DIM, MERGED
+        )
 
 
 @triton.jit
@@ -311,39 +313,37 @@ def _attend_tokens(
 
 @triton.jit
 def _merge_if_last(
-    sums, weights, counter, out, group, num_parts,
-    PARTS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MERGED: tl.constexpr,
+    sums, weights, counter, out, place, num_parts,
+    PARTS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Count a part whose sums are stored, and merge the parts of all heads of the group if it is the last one."""
+    """Count a part whose sums are stored; if it is the last one, merge the parts of all heads from row `place` of `out` on.
+
+    Parts without tokens have weight zero.
+    """
     if num_parts == 1:
         return
     # All threads of this program have stored their sums before one of them counts.
     tl.debug_barrier()
-    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-        for head in range(GROUP):
-            _merge_parts(sums, weights, out, group * GROUP + head, num_parts, PARTS, HEAD_DIM, DIM, MERGED)
-        tl.store(counter, 0)
-
-
-@triton.jit
-def _merge_parts(
-    sums, weights, out, place, num_parts,
-    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MERGED: tl.constexpr,
-):  # fmt: skip
-    """Merge the parts of one head of one sequence into its result; parts without tokens have weight zero."""
-    parts, some, dims = tl.arange(0, PARTS), tl.arange(0, MERGED), tl.arange(0, DIM)
-    weight = tl.load(weights + place * PARTS + parts, mask=parts < num_parts, other=-float("inf"))
-    highest = tl.max(weight, 0)
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < num_parts - 1:
+        return
+    tl.store(counter, 0)
+    heads, parts, some, dims = tl.arange(0, HEADS), tl.arange(0, PARTS), tl.arange(0, MERGED), tl.arange(0, DIM)
+    in_group, in_head = (heads < GROUP)[:, None], dims < HEAD_DIM
+    first = (place + heads)[:, None] * PARTS
+    weight = tl.load(
+        weights + first + parts[None, :], mask=in_group & (parts < num_parts)[None, :], other=-float("inf")
+    )
+    highest = tl.max(weight, 1)[:, None]
     highest = tl.where(highest == -float("inf"), 0.0, highest)
-    total = tl.sum(tl.exp2(weight - highest), 0)
-    acc = tl.zeros([DIM], tl.float32)
-    for first in range(0, num_parts, MERGED):
-        part = place * PARTS + first + some
-        mask = first + some < num_parts
+    total = tl.sum(tl.exp2(weight - highest), 1)[:, None]
+    acc = tl.zeros([HEADS, MERGED, DIM], tl.float32)
+    for at in range(0, num_parts, MERGED):
+        mask = in_group & (at + some < num_parts)[None, :]
+        part = first + at + some[None, :]
         powers = tl.exp2(tl.load(weights + part, mask=mask, other=-float("inf")) - highest)
-        mask = (mask & (powers != 0.0))[:, None] & (dims < HEAD_DIM)[None, :]
-        acc += tl.sum(
-            tl.load(sums + part[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0) * powers[:, None], 0
-        )
-    result = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + place * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+        at_sums = sums + part[:, :, None] * HEAD_DIM + dims[None, None, :]
+        acc += tl.load(at_sums, mask=mask[:, :, None] & in_head[None, None, :], other=0.0) * powers[:, :, None]
+    result = tl.sum(acc, 1) / tl.where(total == 0.0, 1.0, total)
+    at_out = out + (place + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(at_out, result.to(out.dtype.element_ty), mask=in_group & in_head[None, :])

@@ -64,7 +64,7 @@ CASES = {
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one by one. Parts are merged by twos and fours."""
     monkeypatch.setattr(attention, "_TARGET_PROGRAMS", 8)
-    monkeypatch.setattr(attention, "_MERGED_ELEMENTS", 64)
+    monkeypatch.setattr(attention, "_MERGED_ELEMENTS", 128)
 
 
 def with_drafts(step: PagedStep, drafted: int) -> PagedStep:
