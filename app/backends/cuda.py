@@ -104,10 +104,9 @@ class CudaBackend:
         from armature_kernels.triton.prompts import attend_prompts, gather_fresh_kv
 
         prompts = len(step.slots) > step.num_decodes
-        own_rows: Tensor | None = written
         if not heads.has_plain_norm:
             query = apply_rope_and_write_kv(heads, kv, written)
-            heads, own_rows = QkvHeads(query.flatten(1), heads.num_heads, 0, heads.head_dim), None
+            heads = QkvHeads(query.flatten(1), heads.num_heads, 0, heads.head_dim)
         elif prompts:
             query = rope.apply_rope_and_write_kv(heads, kv, written, step.num_decodes)
         else:
@@ -126,7 +125,7 @@ class CudaBackend:
         else:
             result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if step.num_decodes:
-            attend_decodes(heads, kv, own_rows, step, spec, result)
+            attend_decodes(heads, kv, written, step, spec, result)
         if prompts and not by_flash:
             attend_prompts(query, kv, step, spec, result)
         return query, result

@@ -152,8 +152,7 @@ class QkvHeads:
     def has_plain_norm(self) -> bool:
         """True if queries and keys have an RMSNorm of single heads with shared weights before RoPE, or no norm."""
         shared = self.query_norm is None or self.query_norm.numel() == self.head_dim
-        plain = not (self.subtracts_mean or self.norm_bias or self.together or self.norm_after_rope)
-        return shared and plain and self.value_norm is None and self.num_kv_heads > 0
+        return shared and not (self.subtracts_mean or self.norm_bias or self.together or self.norm_after_rope)
 
     @property
     def is_final(self) -> bool:

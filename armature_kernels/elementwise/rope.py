@@ -101,7 +101,7 @@ def apply_rope_to_qkv(heads: QkvHeads) -> tuple[Tensor, Tensor, Tensor]:
 
     Some or all of them are views of the product.
     """
-    if triton_usable(heads.product) and heads.has_plain_norm:
+    if triton_usable(heads.product) and heads.has_plain_norm and heads.value_norm is None:
         from armature_kernels.triton import rope
 
         return rope.apply_rope(heads)

@@ -36,18 +36,17 @@ _UNALIGNED = ("written", "tables", "slots", "lengths")
 
 
 def attend_decodes(
-    heads: QkvHeads, kv: KvRows, written: Tensor | None, step: PagedStep, spec: AttentionSpec, out: Tensor
+    heads: QkvHeads, kv: KvRows, written: Tensor, step: PagedStep, spec: AttentionSpec, out: Tensor
 ) -> None:
     """Write the attention of the decode rows, [0, num_decodes), to the same rows of `out` [tokens, heads, head_dim].
 
     Their keys and values are written to rows `written` [tokens] int64. Without KV heads in `heads`, all are in the cache
-    already.
+    already. Norms are plain (`has_plain_norm`).
     """
     query, sequences, kv_heads, head_dim = heads.split()[0], step.num_decodes, kv.keys.shape[1], heads.head_dim
     check_layout(query, kv, out)
     assert kv.keys.stride(0) == kv.values.stride(0), "keys and values must have the same row stride"
-    assert heads.num_kv_heads in (0, kv_heads) and (heads.num_kv_heads == 0) == (written is None), "keys need rows"
-    assert (heads.query_norm is None) == (heads.key_norm is None), "queries and keys must both have a norm, or neither"
+    assert heads.num_kv_heads in (0, kv_heads), "the heads that are written are those that are read"
     cos, sin = heads.angles if heads.angles is not None else (None, None)
     assert cos is None or cos.is_contiguous(), "rows must be contiguous"
     programs, group, dim = sequences * kv_heads, heads.num_heads // kv_heads, padded_head_dim(head_dim)
@@ -58,7 +57,8 @@ def attend_decodes(
     scales, scale_stride = (kv.key_scales, kv.value_scales), 0 if kv.key_scales is None else kv.key_scales.stride(0)
     itemsize = kv.keys.itemsize if kv.key_scales is None else query.itemsize  # of what is multiplied
     _attend_decodes[(sequences, kv_heads, parts)](
-        heads.product, heads.query_norm, heads.key_norm, cos, sin, written, kv.keys, kv.values, *scales,
+        heads.product, heads.query_norm, heads.key_norm, heads.value_norm, cos, sin,
+        written if heads.num_kv_heads else None, kv.keys, kv.values, *scales,
         step.tables, step.slots, step.lengths, out, sums, weights, _counters(out.device) if several else None,
         query.stride(0), kv.keys.stride(0), kv.keys.stride(1), scale_stride, step.tables.stride(0), heads.eps,
         UNBOUNDED if spec.window is None else spec.window - 1, spec.scale, spec.softcap or 1.0,
@@ -176,7 +176,7 @@ def update_softmax(total, sums, highest, scores, value, value_scale):
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _attend_decodes(
-    product, query_norm, key_norm, cos, sin, written, keys, values, key_scales, value_scales,
+    product, query_norm, key_norm, value_norm, cos, sin, written, keys, values, key_scales, value_scales,
     tables, slots, lengths, out, sums, weights, counters,
     stride, row_stride, kv_head_stride, scale_stride, table_stride, eps, before, scale, cap,
     PARTS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, CAPPED: tl.constexpr,
@@ -223,7 +223,7 @@ def _attend_decodes(
         end = tl.minimum(end, length - tl.sum(is_new.to(tl.int32), 0))
         if part == num_parts - 1:
             total, acc, highest = _attend_new_tokens(
-                queries, product, key_norm, cos, sin, written, keys, values, key_scales, value_scales, new_rows, is_new,
+                queries, product, key_norm, value_norm, cos, sin, written, keys, values, key_scales, value_scales, new_rows, is_new,
                 stride, row_stride, scale_stride, eps, before, scale, cap, total, acc, highest,
                 GROUP, HEAD_DIM, ROTATED, CAPPED, DIM
             )  # fmt: skip
@@ -263,7 +263,7 @@ def _attend_decodes(
 
 @triton.jit
 def _attend_new_tokens(
-    queries, product, key_norm, cos, sin, written, keys, values, key_scales, value_scales, rows, is_new,
+    queries, product, key_norm, value_norm, cos, sin, written, keys, values, key_scales, value_scales, rows, is_new,
     stride, row_stride, scale_stride, eps, before, scale, cap, total, acc, highest,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -277,7 +277,8 @@ def _attend_new_tokens(
     source = product + rows.to(tl.int64)[:, None] * stride + (kv_heads * GROUP + kv_head) * HEAD_DIM
     angles = tl.where(is_new, rows * ROTATED, 0)[:, None]
     key = load_heads(source, key_norm, cos, sin, angles, dims, mask, eps, HEAD_DIM, ROTATED)
-    value = tl.load(source + kv_heads * HEAD_DIM + dims, mask=mask, other=0.0)
+    value = load_heads(source + kv_heads * HEAD_DIM, value_norm, None, None, 0, dims, mask, eps, HEAD_DIM, 0)
+    key, value = key.to(product.dtype.element_ty), value.to(product.dtype.element_ty)
     row = tl.load(written + rows, mask=is_new, other=0)[:, None]
     at_own, mask_own = row * row_stride + dims, mask & (back == 0)[:, None]
     key_scale = None
@@ -287,7 +288,7 @@ def _attend_new_tokens(
         tl.store(keys + at_own, key, mask=mask_own)
         tl.store(values + at_own, value, mask=mask_own)
     else:
-        key, value = key.to(product.dtype.element_ty).to(tl.float32), value.to(tl.float32)
+        key, value = key.to(tl.float32), value.to(tl.float32)
         at_scale = row * scale_stride + kv_head
         key, key_scale = store_codes(keys + at_own, key_scales + at_scale, key, mask, mask_own)
         value, value_scale = store_codes(values + at_own, value_scales + at_scale, value, mask, mask_own)

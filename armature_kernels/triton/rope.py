@@ -51,7 +51,8 @@ def _empty_heads(heads: QkvHeads, count: int) -> Tensor:
 def _launch(heads: QkvHeads, query: Tensor, kv: KvRows, written: Tensor | None) -> None:
     """Start the kernel; without `written`, token i's keys go to row i, and values are not written."""
     keys, values = kv.keys, None if written is None else kv.values
-    assert (heads.query_norm is None) == (heads.key_norm is None), "queries and keys must both have a norm, or neither"
+    key_norm = heads.key_norm if heads.num_kv_heads else heads.query_norm
+    assert (heads.query_norm is None) == (key_norm is None), "queries and keys must both have a norm, or neither"
     stored = [tensor for tensor in (query, keys, values) if tensor is not None]
     assert all(tensor.stride()[1:] == (heads.head_dim, 1) for tensor in stored), "the heads of a row must be contiguous"
     product, (cos, sin) = heads.product, heads.angles if heads.angles is not None else (None, None)
@@ -61,7 +62,8 @@ def _launch(heads: QkvHeads, query: Tensor, kv: KvRows, written: Tensor | None) 
     width = triton.next_power_of_2(heads.head_dim)
     block = max(1, min(triton.next_power_of_2(last - first), _ELEMENTS // width))
     scales = (kv.key_scales, kv.value_scales)
-    tensors = (product, heads.query_norm, heads.key_norm, cos, sin, written, query, keys, values, *scales)
+    norms = (heads.query_norm, key_norm, heads.value_norm)
+    tensors = (product, *norms, cos, sin, written, query, keys, values, *scales)
     others = (0 if one is None else one.stride(0) for one in (values, kv.key_scales))
     strides = (product.stride(0), query.stride(0), keys.stride(0), *others)
     sizes = (
@@ -81,7 +83,7 @@ def _launch(heads: QkvHeads, query: Tensor, kv: KvRows, written: Tensor | None) 
 
 @triton.jit(do_not_specialize_on_alignment=["written"])  # views of a step's buffer have any alignment
 def _apply_rope(
-    product, query_norm, key_norm, cos, sin, written, query, keys, values, key_scales, value_scales,
+    product, query_norm, key_norm, value_norm, cos, sin, written, query, keys, values, key_scales, value_scales,
     stride, query_stride, key_stride, value_stride, scale_stride, eps,
     first: tl.constexpr, num_heads: tl.constexpr, kv_heads: tl.constexpr,
     head_dim: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, width: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -95,6 +97,7 @@ def _apply_rope(
     source = product + token * stride + head * head_dim
     norm = None if query_norm is None else tl.where(head < num_heads, query_norm, key_norm)
     result = load_heads(source, norm, cos, sin, token * dim, at, is_query | is_key, eps, head_dim, dim)
+    result = result.to(product.dtype.element_ty)
     row = token if written is None else tl.load(written + token)
     if first == 0:
         at_query = query + token * query_stride + head * head_dim + at
@@ -103,11 +106,13 @@ def _apply_rope(
     if key_scales is None:
         tl.store(at_key, result.to(keys.dtype.element_ty), mask=is_key)
     else:
-        key = result.to(product.dtype.element_ty).to(tl.float32)
-        store_codes(at_key, key_scales + row * scale_stride + head - num_heads, key, is_key, is_key)
+        at_scale = key_scales + row * scale_stride + head - num_heads
+        store_codes(at_key, at_scale, result.to(tl.float32), is_key, is_key)
     if values is not None:
         is_value = (head >= num_heads + kv_heads) & (head < num_heads + 2 * kv_heads) & (at < head_dim)
-        value = tl.load(source + at, mask=is_value, other=0.0)
+        value = load_heads(source, value_norm, None, None, 0, at, is_value, eps, head_dim, 0).to(
+            product.dtype.element_ty
+        )
         at_value = values + row * value_stride + (head - num_heads - kv_heads) * head_dim + at
         if value_scales is None:
             tl.store(at_value, value.to(values.dtype.element_ty), mask=is_value)

@@ -9,7 +9,7 @@ from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.paged import PackedTexts
 from armature_kernels.triton.attention import attend_decodes
 from armature_kernels.triton.prompts import attend_packed, attend_prompts, gather_fresh_kv
-from paged_steps import Shape, made_step
+from paged_steps import NOWHERE, Shape, alone, made_step
 
 _HERE = torch.device("cpu")
 _GEMMA = AttentionSpec(0.1, window=512, softcap=50.0)
@@ -80,8 +80,7 @@ def launch_decode_80_partly_rotated() -> None:
 
 def launch_decode_of_written_keys() -> None:
     query, kv, step = made_step(Shape(32, 8, 128, torch.bfloat16), [(1, 3)], 1, _HERE)
-    heads = QkvHeads(query.flatten(1), 32, 0, 128)
-    attend_decodes(heads, kv, None, step, AttentionSpec(0.1), torch.empty(query.shape, dtype=query.dtype))
+    attend_decodes(alone(query), kv, NOWHERE, step, AttentionSpec(0.1), torch.empty(query.shape, dtype=query.dtype))
 
 
 def launch_decode_256() -> None:

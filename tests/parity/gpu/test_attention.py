@@ -19,7 +19,7 @@ from armature_kernels.triton import attention, prompts
 from armature_kernels.triton.attention import attend_decodes, num_splits
 from armature_kernels.triton.prompts import attend_prompts, gather_fresh_kv
 from hypothesis_examples import examples
-from paged_steps import Shape, alone, made_step
+from paged_steps import NOWHERE, Shape, alone, made_step
 
 PLAIN = AttentionSpec(0.3)
 SPECS = {"plain": PLAIN, "window": AttentionSpec(0.3, window=70), "capped": AttentionSpec(0.3, softcap=2.0)}
@@ -42,7 +42,7 @@ def equal_to_the_twin(
     query, kv, step = made_step(shape, spans, num_decodes, gpu)
     out = torch.full(query.shape, torch.nan, dtype=query.dtype, device=gpu)
     if num_decodes:
-        attend_decodes(alone(query), kv, None, step, spec, out)
+        attend_decodes(alone(query), kv, NOWHERE, step, spec, out)
     if len(spans) > num_decodes:
         attend_prompts(query, kv, step, spec, out)
     expected = paged_attention_torch(query, kv, step, spec)
@@ -78,7 +78,7 @@ def test_keys_and_values_in_int8(dtype: torch.dtype, gpu: torch.device) -> None:
     kv.write(used, plain.keys[used], plain.values[used])
     out = torch.full(query.shape, torch.nan, dtype=dtype, device=gpu)
     spec = AttentionSpec(0.3, window=80)
-    attend_decodes(alone(query), kv, None, step, spec, out)
+    attend_decodes(alone(query), kv, NOWHERE, step, spec, out)
     attend_prompts(query, kv, step, spec, out)
     rtol, atol = CLOSE[dtype]
     torch.testing.assert_close(out, paged_attention_torch(query, kv, step, spec), rtol=rtol, atol=atol)
@@ -107,7 +107,7 @@ def test_a_row_that_only_fills_a_bucket_is_zeros(many: int, monkeypatch: pytest.
     monkeypatch.setattr(attention, "_TARGET_PROGRAMS", many)
     query, kv, step = made_step(Shape(2, 1, 32), [(1, 0), (1, 5), (1, 0)], 3, gpu)
     out = torch.full(query.shape, torch.nan, device=gpu)
-    attend_decodes(alone(query), kv, None, step, PLAIN, out)
+    attend_decodes(alone(query), kv, NOWHERE, step, PLAIN, out)
     assert out[[0, 2]].abs().max() == 0.0
     torch.testing.assert_close(out, paged_attention_torch(query, kv, step, PLAIN), rtol=1e-5, atol=1e-5)
 
@@ -126,7 +126,7 @@ def test_what_is_not_a_number_is_reported_and_stays_with_its_own(gpu: torch.devi
         page = int(step.tables[step.slots[sequence], 0])
         kv.keys[page * PAGE_TOKENS + 7] = torch.nan
     out = torch.zeros(query.shape, device=gpu)
-    attend_decodes(alone(query), kv, None, step, PLAIN, out)
+    attend_decodes(alone(query), kv, NOWHERE, step, PLAIN, out)
     attend_prompts(query, kv, step, PLAIN, out)
     assert out[[0, 2, 3, 4]].isnan().all()
     assert out[[1, 5, 6, 7]].isfinite().all()

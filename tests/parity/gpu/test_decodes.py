@@ -18,7 +18,7 @@ from armature_kernels.attention.paged import MAX_SEQUENCE_DECODES, PAGE_TOKENS, 
 from armature_kernels.elementwise.rope import apply_rope_to_qkv_torch
 from armature_kernels.triton import attention, rope
 from armature_kernels.triton.attention import attend_decodes
-from paged_steps import Shape, alone, made_step
+from paged_steps import NOWHERE, Shape, alone, made_step
 
 BF16 = torch.bfloat16
 PLAIN = AttentionSpec(0.3)
@@ -28,7 +28,10 @@ ROUNDED = {torch.float32: 2e-6, BF16: 2**-7, torch.float16: 2**-10}  # sums in a
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Decodes of these lengths; those of `drafted` more rows are of one sequence, the last ones. `rotated`: share of a head."""
+    """Decodes of these lengths; those of `drafted` more rows are of one sequence, the last ones. `rotated`: share of a head.
+
+    `reads`: all keys and values are in the cache.
+    """
 
     shape: Shape
     lengths: tuple[int, ...]
@@ -38,6 +41,8 @@ class Case:
     is_int8: bool = False
     programs: int = 8
     drafted: int = 0
+    has_value_norm: bool = False
+    reads: bool = False
 
 
 CASES = {
@@ -49,6 +54,9 @@ CASES = {
     "no angles": Case(Shape(4, 2, 32), (100,), rotated=0.0),
     "norms alone": Case(Shape(4, 2, 32), (100,), rotated=0.0, has_norms=True),
     "window of one": Case(Shape(2, 1, 32), (70, 64), AttentionSpec(0.3, window=1)),
+    "norms of values": Case(Shape(4, 2, 64), (100, 64), has_norms=True, has_value_norm=True, drafted=1),
+    "norms of values in int8": Case(Shape(4, 2, 32), (70,), has_norms=True, has_value_norm=True, is_int8=True),
+    "of another layer's keys": Case(Shape(4, 2, 64, BF16), (100, 0, 64), has_norms=True, reads=True),
     "int8": Case(Shape(4, 2, 64, BF16), (100, 64, 0), has_norms=True, is_int8=True),
     "int8 of fp32": Case(Shape(4, 2, 24), (100, 65), is_int8=True),
     "more parts than tokens": Case(Shape(2, 1, 32), (3, 200), programs=128),
@@ -93,15 +101,17 @@ def made(case: Case, gpu: torch.device) -> tuple[QkvHeads, KvRows, Tensor, Paged
     if case.is_int8:
         kv = in_int8(shape, kv)
     for part in (kv.keys, kv.values) if kv.key_scales is None else (kv.key_scales, kv.value_scales):
-        part[written] = torch.nan
+        part[written[:0] if case.reads else written] = torch.nan
     generator = torch.Generator().manual_seed(tokens)
-    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    kv_heads = 0 if case.reads else shape.kv_heads
+    width = (shape.heads + 2 * kv_heads) * shape.head_dim
     product = torch.randn(tokens, width + 8, generator=generator).to(gpu, shape.dtype)[:, :width]
     angle = torch.randn(tokens, 1, int(shape.head_dim * case.rotated), generator=generator).to(gpu)
-    weights = (1 + 0.2 * torch.randn(2, shape.head_dim, generator=generator)).to(gpu)
-    norms = (weights[0], weights[1]) if case.has_norms else (None, None)
+    weights = (1 + 0.2 * torch.randn(3, shape.head_dim, generator=generator)).to(gpu)
+    norms = (weights[0], None if case.reads else weights[1]) if case.has_norms else (None, None)
     angles = (angle.cos(), angle.sin()) if case.rotated else None
-    return QkvHeads(product, shape.heads, shape.kv_heads, shape.head_dim, *norms, 1e-5, angles), kv, written, step
+    heads = QkvHeads(product, shape.heads, kv_heads, shape.head_dim, *norms, 1e-5, angles)
+    return replace(heads, value_norm=weights[2] if case.has_value_norm else None), kv, written, step
 
 
 def in_int8(shape: Shape, kv: KvRows) -> KvRows:
@@ -125,7 +135,7 @@ def bytes_of(kv: KvRows) -> Tensor:
     return memory.view(-1, kv.token_bytes)
 
 
-def decoded(heads: QkvHeads, kv: KvRows, written: Tensor | None, step: PagedStep, spec: AttentionSpec) -> Tensor:
+def decoded(heads: QkvHeads, kv: KvRows, written: Tensor, step: PagedStep, spec: AttentionSpec) -> Tensor:
     out = torch.full((len(heads.product), heads.num_heads, heads.head_dim), torch.nan, device=heads.product.device)
     out = out.to(heads.product.dtype)
     attend_decodes(heads, kv, written, step, spec, out)
@@ -146,15 +156,16 @@ def test_a_decode_is_that_of_the_references(case: Case, gpu: torch.device, monke
     assert not attention._counters(found.device).any()
 
     query, key, value = apply_rope_to_qkv_torch(heads)
-    reference.write(written, key, value)
+    if not case.reads:
+        reference.write(written, key, value)
     expected, tolerance = paged_attention_torch(query, reference, step, case.spec), CLOSE[case.shape.dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * (8 if case.is_int8 else 1))
     assert not found[step.lengths == 0].any()
 
     query = rope.apply_rope_and_write_kv(heads, apart, written)
-    others = decoded(alone(query), apart, None, step, case.spec)
+    others = decoded(alone(query), apart, NOWHERE, step, case.spec)
     torch.testing.assert_close(found, others, rtol=ROUNDED[case.shape.dtype], atol=ROUNDED[case.shape.dtype])
-    own = written[step.lengths > 0]
+    own = written[(step.lengths > 0) & (not case.reads)]
     assert torch.equal(bytes_of(kv)[own], bytes_of(apart)[own])
     bytes_of(kv)[own] = before[own]
     assert torch.equal(bytes_of(kv), before)

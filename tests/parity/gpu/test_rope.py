@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 @given(
     tokens=st.integers(0, 4), kv_heads=st.integers(1, 3), group=st.integers(1, 5), norms=st.booleans(),
     head_dim=st.sampled_from([8, 16, 24, 64, 72, 128, 256]), turned=st.sampled_from([0, 0.5, 1]), dtype=st.sampled_from(list(RELATIVE)),
+    value_norms=st.booleans(),
 )  # fmt: skip
 def test_rope_is_applied_and_kv_written_as_the_reference_does(
     gpu: torch.device,
@@ -56,8 +58,10 @@ def test_rope_is_applied_and_kv_written_as_the_reference_does(
     head_dim: int,
     turned: float,
     dtype: torch.dtype,
+    value_norms: bool,
 ) -> None:
     heads = heads_of(gpu, (tokens, kv_heads * group, kv_heads, head_dim), int(head_dim * turned), norms, dtype)
+    heads = replace(heads, value_norm=torch.full((head_dim,), 0.7, device=gpu) if value_norms else None)
     expected = turn.apply_rope_to_qkv_torch(heads)
     memory = torch.full((ROWS, token_bytes(kv_heads, head_dim, dtype)), MARK, dtype=torch.uint8, device=gpu)
     kv, written = view_kv_rows(memory, kv_heads, head_dim, dtype), torch.randperm(ROWS).to(gpu)[:tokens]
