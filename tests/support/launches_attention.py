@@ -35,7 +35,10 @@ def _decode(
     product = torch.zeros((sequences, (shape.heads + 2 * shape.kv_heads) * shape.head_dim), dtype=shape.dtype)
     angle = torch.zeros(sequences, 1, shape.head_dim if dim is None else dim)
     norms = (torch.zeros(shape.head_dim),) * 2 if normed else (None, None)
-    heads = QkvHeads(product, shape.heads, shape.kv_heads, shape.head_dim, *norms, 1e-6, (angle, angle))
+    sizes = (shape.heads, shape.kv_heads, shape.head_dim)
+    heads = QkvHeads(
+        product, *sizes, *norms, 1e-6, (angle, angle), value_norm=norms[0] if shape.head_dim > 256 else None
+    )
     out, written = torch.empty(query.shape, dtype=query.dtype), torch.zeros(sequences, dtype=torch.int64)
     attend_decodes(heads, kv, written, step, spec, out)
 
@@ -85,6 +88,11 @@ def launch_decode_of_written_keys() -> None:
 
 def launch_decode_256() -> None:
     _decode(Shape(4, 1, 256, torch.bfloat16), 1, _GEMMA)
+
+
+def launch_decode_512_normed() -> None:
+    """Gemma 4, whose values have norms too."""
+    _decode(Shape(8, 1, 512, torch.bfloat16), 4, AttentionSpec(0.1), normed=True)
 
 
 def launch_decode_8() -> None:

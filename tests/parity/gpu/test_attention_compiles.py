@@ -10,7 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from compiled_kernels import CAPABILITIES, compile_all
 
 _LEAST_SHARED = 101_376  # bytes to a block: capability 8.6, 8.9 and 12.0
-_SPILLED = 64  # bytes of stack to a thread that cost nothing one can measure: heads of 256 use every register there is
+_SPILLED = (
+    64  # bytes of stack to a thread that cost nothing one can measure: blocks of prompts use every register there is
+)
 
 
 @pytest.mark.nightly
@@ -19,7 +21,8 @@ def test_every_kernel_compiles(capability: int) -> None:
     found = compile_all("launches_attention", capability, ptx=True)
     assert {one.kernel for one in found} == {"_attend_decodes", "_attend_block", "_gather"}
     assert {"griddepcontrol.wait" in one.ptx for one in found} == {capability >= 90}
-    assert not [(one.launch, one.kernel, one.stack) for one in found if one.stack > _SPILLED]
+    most = {"_attend_decodes": 8, "_attend_block": _SPILLED, "_gather": 0}
+    assert not [(one.launch, one.kernel, one.stack) for one in found if one.stack > most[one.kernel]]
     assert max(one.shared for one in found) <= _LEAST_SHARED
     counts = [one.ptx for one in found if "atom." in one.ptx]
     assert len(counts) >= 5 and all(stores_come_before_the_count(ptx) for ptx in counts)
