@@ -10,9 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from compiled_kernels import CAPABILITIES, compile_all
 
 _LEAST_SHARED = 101_376  # bytes to a block: capability 8.6, 8.9 and 12.0
-_SPILLED = (
-    64  # bytes of stack to a thread that cost nothing one can measure: blocks of prompts use every register there is
-)
+_SPILLED = 64  # bytes of stack to a thread: blocks of prompts use every register there is
 
 
 @pytest.mark.nightly
