@@ -126,13 +126,22 @@ def dequantize_codes(codes: Tensor, scales: Tensor, block: tuple[int, int], out:
     return out
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes E4M3 of rows [n, inputs] and their scales FP32 [n, 1]; the reference is `quantize_fp8`."""
+def quantize_rows(x: Tensor, group: int | None = None, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the codes E4M3 of rows [n, inputs] and their scales FP32 [n, inputs / group]; `group` None: of whole rows.
+
+    So many rows of padding, of any value, follow. The reference is `quantize_fp8`.
+    """
     rows, inputs = x.shape
-    assert x.is_contiguous(), "rows are addressed by their shape"
-    codes, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(rows, 1, dtype=torch.float32)
-    _quantize_rows[(rows,)](x, as_bytes(codes), scales, inputs, INPUTS=_CONVERTED, **launch_options())
-    return codes, scales
+    group = group or inputs
+    assert x.is_contiguous() and inputs % group == 0, "rows are addressed by their shape"
+    codes = x.new_empty(rows + padding, inputs, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(inputs // group, rows + padding, dtype=torch.float32)
+    part = min(_CONVERTED, triton.next_power_of_2(group))
+    _quantize_rows[(rows, inputs // group)](
+        x, as_bytes(codes), scales, rows + padding, inputs, group, INPUTS=part, num_warps=4 if part > 128 else 1,
+        **launch_options(),
+    )  # fmt: skip
+    return codes, scales.t()
 
 
 def as_bytes(codes: Tensor) -> Tensor:
@@ -336,21 +345,25 @@ def _dequantize_codes(
 
 
 @triton.jit
-def _quantize_rows(x, codes, scales, inputs: tl.constexpr, INPUTS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _quantize_rows(
+    x, codes, scales, rows, inputs: tl.constexpr, group: tl.constexpr, INPUTS: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """Quantize one group of one row."""
     wait_for_inputs(DEPENDENT)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, INPUTS)
+    first = row * inputs + tl.program_id(1) * group
     largest, is_finite = tl.zeros([INPUTS], tl.float32), tl.full([INPUTS], 1, tl.int32)
-    for first in range(0, inputs, INPUTS):
-        values = tl.load(x + row * inputs + first + at, mask=first + at < inputs, other=0.0).to(tl.float32)
+    for done in range(0, group, INPUTS):
+        values = tl.load(x + first + done + at, mask=done + at < group, other=0.0).to(tl.float32)
         is_finite = tl.where(values - values == 0.0, is_finite, 0)
         largest = tl.maximum(largest, tl.abs(values))
     scale = tl.div_rn(tl.max(largest, 0), 448.0)
     scale = tl.where(tl.min(is_finite, 0) == 1, tl.maximum(scale, 1.1754943508222875e-38), float("nan"))
-    tl.store(scales + row, scale)
-    for first in range(0, inputs, INPUTS):
-        values = tl.load(x + row * inputs + first + at, mask=first + at < inputs, other=0.0).to(tl.float32)
+    tl.store(scales + tl.program_id(1) * rows + row, scale)
+    for done in range(0, group, INPUTS):
+        values = tl.load(x + first + done + at, mask=done + at < group, other=0.0).to(tl.float32)
         scaled = tl.div_rn(values, tl.full([INPUTS], 1.0, tl.float32) * scale)
-        tl.store(codes + row * inputs + first + at, _e4m3(scaled), mask=first + at < inputs)
+        tl.store(codes + first + done + at, _e4m3(scaled), mask=done + at < group)
 
 
 @triton.jit
