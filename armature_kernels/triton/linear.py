@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from armature_kernels.linear.layout import MAX_FEW_ROWS
 from armature_kernels.triton.elementwise import apply_activation
 from armature_kernels.triton.launch import launch_options, wait_for_inputs
 
@@ -57,7 +58,8 @@ def multiply_few(
     # Four-bit codes of eight outputs are together, so they have as many words as inputs.
     words = codes.view(torch.int32).view(-1, inputs if kind == "int4" else inputs // _PER_WORD[kind])
     outputs = len(words) * (8 if kind == "int4" else 1)
-    block = (4 if kind == "int4" else 8) // (2 if rows > 2 else 1)
+    most_rows = 1 if rows == 1 else MAX_FEW_ROWS  # so few kernels are compiled
+    block = (4 if kind == "int4" else 8) // (2 if rows > 1 else 1)
     while block > 2 and len(words) < block * _FEWEST_PROGRAMS:
         block //= 2
     each = block // 2 if activation else block  # rows of words whose results are a program's
@@ -66,7 +68,7 @@ def multiply_few(
         x, None if norm is None else norm[0], words, scales if kind != "int4" or scales is None else scales.view(torch.int32),
         bias, out, x.stride(0), out.stride(0), 0.0 if norm is None else norm[1],
         inputs, outputs, count, words.shape[1], height, width, kind, codes.shape[-1] if kind == "int4" else 1,
-        ROWS=rows, BLOCK=block, WORDS=_WORDS, DEPTH=min(8, _WORDS_AHEAD // block), ACTIVATION=activation, ADD=add,
+        rows, ROWS=most_rows, BLOCK=block, WORDS=_WORDS, DEPTH=min(8, _WORDS_AHEAD // block), ACTIVATION=activation, ADD=add,
         num_warps=_WORDS // 32, **launch_options(),
     )  # fmt: skip
     return out
@@ -212,16 +214,17 @@ def _copies(tensor, count: tl.constexpr):
 
 @triton.jit
 def _add_products(
-    products, sums, squares, words, word, x, norm, x_stride,
+    products, sums, squares, words, word, x, norm, x_stride, rows,
     row_words: tl.constexpr, places: tl.constexpr, kind: tl.constexpr, halves: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add what words and the inputs of each of `ROWS` rows of x give: products, and the inputs' sums and squares [words]."""
+    """Add what words and the inputs of each of `rows` rows of x give: products, and the inputs' sums and squares [words]."""
     for place in tl.static_range(places):
         values, column = _word_values(words, place, kind), _input_of(word, place, kind, halves)
         factor = None if norm is None else tl.load(norm + column, mask=word < row_words, other=0.0)
         new_products, new_sums, new_squares = (), (), ()
         for number in tl.static_range(ROWS):
-            given = tl.load(x + number * x_stride + column, mask=word < row_words, other=0.0).to(tl.float32)
+            inside = (word < row_words) & (number < rows)
+            given = tl.load(x + number * x_stride + column, mask=inside, other=0.0).to(tl.float32)
             new_squares = new_squares + (squares[number] + given * given,)
             given = given if factor is None else given * factor
             new_products = new_products + (products[number] + values * given[None, :],)
@@ -276,7 +279,7 @@ def _multiply_few(
     x, norm, words, scales, bias, out, x_stride, out_stride, eps,
     inputs: tl.constexpr, outputs: tl.constexpr, count: tl.constexpr, row_words: tl.constexpr,
     height: tl.constexpr, width: tl.constexpr, kind: tl.constexpr, halves: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
+    rows, ROWS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
     ACTIVATION: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of a block of rows of words, or of as many gates and what they multiply by turns."""
@@ -298,7 +301,7 @@ def _multiply_few(
         here, word = ahead[0], first + thread  # type: ignore[misc]
         ahead = ahead[1:] + (_load_words(row_pointers, word + DEPTH * WORDS, row_words, is_row),)
         products, sums, squares = _add_products(
-            _copies(none, ROWS) if has_scales else totals, _copies(nothing, ROWS), squares, here, word, x, norm, x_stride,
+            _copies(none, ROWS) if has_scales else totals, _copies(nothing, ROWS), squares, here, word, x, norm, x_stride, rows,
             row_words, 8 if kind == "int4" else inputs // row_words, kind, halves, ROWS,
         )  # fmt: skip
         if has_scales:
@@ -325,9 +328,10 @@ def _multiply_few(
             gates, others = tl.split(tl.permute(tl.reshape(total, (BLOCK // 2, 2, per_row)), (0, 2, 1)))
             total = apply_activation(gates, ACTIVATION) * others
         target = out + number * out_stride + place
+        inside = written & (number < rows)
         if ADD:
-            total += tl.load(target, mask=written, other=0.0).to(tl.float32)
-        tl.store(target, total.to(out.dtype.element_ty), mask=written)
+            total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
