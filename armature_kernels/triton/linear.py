@@ -12,11 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from armature_kernels.linear.layout import MAX_FEW_ROWS
 from armature_kernels.triton.elementwise import apply_activation
 from armature_kernels.triton.launch import launch_options, wait_for_inputs
 
 _CONVERTED = 1024  # inputs of a block that are dequantized or quantized
-_FEW_ROWS, _MANY_ROWS, _INPUTS = 16, 64, 128  # of a block
+# Rows and inputs of a block. Few rows leave memory for more inputs, of which a multiprocessor must have asked for many to
+# read as fast as it can.
+_FEW_ROWS, _FEW_ROWS_INPUTS, _MANY_ROWS, _MANY_ROWS_INPUTS = 16, 256, 64, 128
 # Outputs of a block: few for small weights, so that each of a large GPU's 130 multiprocessors has blocks.
 _FEW_OUTPUTS, _MANY_OUTPUTS, _MANY_BLOCKS = 16, 64, 256
 
@@ -57,7 +60,8 @@ def multiply_few(
     # Four-bit codes of eight outputs are together, so they have as many words as inputs.
     words = codes.view(torch.int32).view(-1, inputs if kind == "int4" else inputs // _PER_WORD[kind])
     outputs = len(words) * (8 if kind == "int4" else 1)
-    block = (4 if kind == "int4" else 8) // (2 if rows > 2 else 1)
+    most_rows = 1 if rows == 1 else MAX_FEW_ROWS  # so few kernels are compiled
+    block = (4 if kind == "int4" else 8) // (2 if rows > 1 else 1)
     while block > 2 and len(words) < block * _FEWEST_PROGRAMS:
         block //= 2
     each = block // 2 if activation else block  # rows of words whose results are a program's
@@ -66,7 +70,7 @@ def multiply_few(
         x, None if norm is None else norm[0], words, scales if kind != "int4" or scales is None else scales.view(torch.int32),
         bias, out, x.stride(0), out.stride(0), 0.0 if norm is None else norm[1],
         inputs, outputs, count, words.shape[1], height, width, kind, codes.shape[-1] if kind == "int4" else 1,
-        ROWS=rows, BLOCK=block, WORDS=_WORDS, DEPTH=min(8, _WORDS_AHEAD // block), ACTIVATION=activation, ADD=add,
+        rows, ROWS=most_rows, BLOCK=block, WORDS=_WORDS, DEPTH=min(8, _WORDS_AHEAD // block), ACTIVATION=activation, ADD=add,
         num_warps=_WORDS // 32, **launch_options(),
     )  # fmt: skip
     return out
@@ -94,7 +98,8 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, i
     )
     out = x.new_empty(rows, outputs)
     height, width = block
-    rows_of_block = _FEW_ROWS if rows <= _FEW_ROWS else _MANY_ROWS
+    is_few = rows <= _FEW_ROWS
+    rows_of_block = _FEW_ROWS if is_few else _MANY_ROWS
     outputs_of_block = _MANY_OUTPUTS if outputs >= _MANY_OUTPUTS * _MANY_BLOCKS else _FEW_OUTPUTS
     grid = (triton.cdiv(outputs, outputs_of_block), triton.cdiv(rows, rows_of_block))
     _multiply_codes[grid](
@@ -109,7 +114,7 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, i
         width,
         ROWS=rows_of_block,
         OUTPUTS=outputs_of_block,
-        INPUTS=inputs_of_block(inputs, width, _INPUTS),
+        INPUTS=inputs_of_block(inputs, width, _FEW_ROWS_INPUTS if is_few else _MANY_ROWS_INPUTS),
         num_warps=4,
         num_stages=4,
         **launch_options(),
@@ -126,13 +131,22 @@ def dequantize_codes(codes: Tensor, scales: Tensor, block: tuple[int, int], out:
     return out
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes E4M3 of rows [n, inputs] and their scales FP32 [n, 1]; the reference is `quantize_fp8`."""
+def quantize_rows(x: Tensor, group: int | None = None, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the codes E4M3 of rows [n, inputs] and their scales FP32 [n, inputs / group]; `group` None: of whole rows.
+
+    So many rows of padding, of any value, follow. The reference is `quantize_fp8`.
+    """
     rows, inputs = x.shape
-    assert x.is_contiguous(), "rows are addressed by their shape"
-    codes, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(rows, 1, dtype=torch.float32)
-    _quantize_rows[(rows,)](x, as_bytes(codes), scales, inputs, INPUTS=_CONVERTED, **launch_options())
-    return codes, scales
+    group = group or inputs
+    assert x.is_contiguous() and inputs % group == 0, "rows are addressed by their shape"
+    codes = x.new_empty(rows + padding, inputs, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(inputs // group, rows + padding, dtype=torch.float32)
+    part = min(_CONVERTED, triton.next_power_of_2(group))
+    _quantize_rows[(rows, inputs // group)](
+        x, as_bytes(codes), scales, rows + padding, inputs, group, INPUTS=part, num_warps=4 if part > 128 else 1,
+        **launch_options(),
+    )  # fmt: skip
+    return codes, scales.t()
 
 
 def as_bytes(codes: Tensor) -> Tensor:
@@ -203,16 +217,17 @@ def _copies(tensor, count: tl.constexpr):
 
 @triton.jit
 def _add_products(
-    products, sums, squares, words, word, x, norm, x_stride,
+    products, sums, squares, words, word, x, norm, x_stride, rows,
     row_words: tl.constexpr, places: tl.constexpr, kind: tl.constexpr, halves: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add what words and the inputs of each of `ROWS` rows of x give: products, and the inputs' sums and squares [words]."""
+    """Add what words and the inputs of each of `rows` rows of x give: products, and the inputs' sums and squares [words]."""
     for place in tl.static_range(places):
         values, column = _word_values(words, place, kind), _input_of(word, place, kind, halves)
         factor = None if norm is None else tl.load(norm + column, mask=word < row_words, other=0.0)
         new_products, new_sums, new_squares = (), (), ()
         for number in tl.static_range(ROWS):
-            given = tl.load(x + number * x_stride + column, mask=word < row_words, other=0.0).to(tl.float32)
+            inside = (word < row_words) & (number < rows)
+            given = tl.load(x + number * x_stride + column, mask=inside, other=0.0).to(tl.float32)
             new_squares = new_squares + (squares[number] + given * given,)
             given = given if factor is None else given * factor
             new_products = new_products + (products[number] + values * given[None, :],)
@@ -267,7 +282,7 @@ def _multiply_few(
     x, norm, words, scales, bias, out, x_stride, out_stride, eps,
     inputs: tl.constexpr, outputs: tl.constexpr, count: tl.constexpr, row_words: tl.constexpr,
     height: tl.constexpr, width: tl.constexpr, kind: tl.constexpr, halves: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
+    rows, ROWS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
     ACTIVATION: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of a block of rows of words, or of as many gates and what they multiply by turns."""
@@ -289,7 +304,7 @@ def _multiply_few(
         here, word = ahead[0], first + thread  # type: ignore[misc]
         ahead = ahead[1:] + (_load_words(row_pointers, word + DEPTH * WORDS, row_words, is_row),)
         products, sums, squares = _add_products(
-            _copies(none, ROWS) if has_scales else totals, _copies(nothing, ROWS), squares, here, word, x, norm, x_stride,
+            _copies(none, ROWS) if has_scales else totals, _copies(nothing, ROWS), squares, here, word, x, norm, x_stride, rows,
             row_words, 8 if kind == "int4" else inputs // row_words, kind, halves, ROWS,
         )  # fmt: skip
         if has_scales:
@@ -316,9 +331,10 @@ def _multiply_few(
             gates, others = tl.split(tl.permute(tl.reshape(total, (BLOCK // 2, 2, per_row)), (0, 2, 1)))
             total = apply_activation(gates, ACTIVATION) * others
         target = out + number * out_stride + place
+        inside = written & (number < rows)
         if ADD:
-            total += tl.load(target, mask=written, other=0.0).to(tl.float32)
-        tl.store(target, total.to(out.dtype.element_ty), mask=written)
+            total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -336,21 +352,25 @@ def _dequantize_codes(
 
 
 @triton.jit
-def _quantize_rows(x, codes, scales, inputs: tl.constexpr, INPUTS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _quantize_rows(
+    x, codes, scales, rows, inputs: tl.constexpr, group: tl.constexpr, INPUTS: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """Quantize one group of one row."""
     wait_for_inputs(DEPENDENT)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, INPUTS)
+    first = row * inputs + tl.program_id(1) * group
     largest, is_finite = tl.zeros([INPUTS], tl.float32), tl.full([INPUTS], 1, tl.int32)
-    for first in range(0, inputs, INPUTS):
-        values = tl.load(x + row * inputs + first + at, mask=first + at < inputs, other=0.0).to(tl.float32)
+    for done in range(0, group, INPUTS):
+        values = tl.load(x + first + done + at, mask=done + at < group, other=0.0).to(tl.float32)
         is_finite = tl.where(values - values == 0.0, is_finite, 0)
         largest = tl.maximum(largest, tl.abs(values))
     scale = tl.div_rn(tl.max(largest, 0), 448.0)
     scale = tl.where(tl.min(is_finite, 0) == 1, tl.maximum(scale, 1.1754943508222875e-38), float("nan"))
-    tl.store(scales + row, scale)
-    for first in range(0, inputs, INPUTS):
-        values = tl.load(x + row * inputs + first + at, mask=first + at < inputs, other=0.0).to(tl.float32)
+    tl.store(scales + tl.program_id(1) * rows + row, scale)
+    for done in range(0, group, INPUTS):
+        values = tl.load(x + first + done + at, mask=done + at < group, other=0.0).to(tl.float32)
         scaled = tl.div_rn(values, tl.full([INPUTS], 1.0, tl.float32) * scale)
-        tl.store(codes + row * inputs + first + at, _e4m3(scaled), mask=first + at < inputs)
+        tl.store(codes + first + done + at, _e4m3(scaled), mask=done + at < group)
 
 
 @triton.jit

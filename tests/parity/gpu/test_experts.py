@@ -97,6 +97,7 @@ def test_quantized_experts_have_no_stack() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_it_compiles_and_keeps_within_registers(capability: int) -> None:
-    found = compile_all("launches_experts", capability)
+    found = compile_all("launches_experts", capability, ptx=True)
+    assert {"griddepcontrol.wait" in one.ptx for one in found} == {capability >= 90}
     assert {one.kernel for one in found} == {"_multiply"} and not any(one.stack for one in found)
     assert max(one.shared for one in found) <= min(MOST_SHARED.values())
