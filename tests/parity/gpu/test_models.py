@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 from app.backends import cuda
 from app.backends.cuda import CudaBackend
+from app.engine.scheduler.speculation import Speculation
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import Attend, AttentionSpec
 from armature_kernels.elementwise import activations, embedding, rope
@@ -27,6 +28,7 @@ from armature_kernels.linear.device import DeviceForm
 from armature_kernels.linear.linear import Linear
 from armature_kernels.triton import attention, elementwise
 from device_engine import MAX_LEN, DeviceServed, Said, prompt_of, request_of
+from engine_simulation import FreeRows
 from loaded_models import load
 from paged_steps import Shape, made_step
 from simulated_device import SimulatedDeviceBackend
@@ -70,6 +72,28 @@ def test_a_model_says_what_the_references_say(architecture: str, tmp_path: Path)
         found = said(model, TritonSimulatedDevice(torch.float32))
     assert found == expected
     assert sorted(len(ids) for ids in found.values()) == [2, 3]
+
+
+@pytest.mark.full
+@only_interpreted
+def test_drafts_change_no_token(tmp_path: Path) -> None:
+    """Each is a decode; the keys of those before it are not read from memory."""
+    write_checkpoint(tmp_path, seed=11)
+    model = load(tmp_path, max_model_len=MAX_LEN, device="cuda")
+    request = request_of("drafted", prompt_of(62, 1), temperature=0.0, max_tokens=8)
+    expected = DeviceServed(model).add(request).finish().said
+
+    class Seer:
+        """Drafts what the sequence will say, and one token too many."""
+
+        def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
+            return (*expected["drafted", 0][len(token_ids) - 62 :], 7)[:most]
+
+    speculation = Speculation(lambda sequence: Seer(), FreeRows())
+    with by_triton():
+        served = DeviceServed(model, TritonSimulatedDevice(torch.float32), speculation=speculation)
+        served.add(request).finish()
+    assert served.said == expected and sum(step.accepted_tokens for step in served.stats) > 3
 
 
 @dataclass
