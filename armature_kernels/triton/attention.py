@@ -66,8 +66,10 @@ def attend_decodes(
         CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS, NEW=MAX_SEQUENCE_DECODES,
         ROWS=max(16, padded), DIM=dim, TOKENS=key_block_size(dim, itemsize),
         HEADS=padded, MERGED=max(1, min(parts, _MERGED_ELEMENTS // (padded * dim))),
-        # FP32 products need more registers than four warps have.
-        num_warps=8 if itemsize > 2 else 4, num_stages=2, **launch_options(),
+        # FP32 products need more registers than four warps have. With 128 of them four programs share a multiprocessor, and
+        # without a limit codes take more.
+        num_warps=8 if itemsize > 2 else 4, num_stages=2,
+        maxnreg=128 if kv.key_scales is not None and itemsize == 2 and dim <= 128 else None, **launch_options(),
     )  # fmt: skip
 
 
@@ -223,8 +225,8 @@ def _attend_decodes(
         end = tl.minimum(end, length - tl.sum(is_new.to(tl.int32), 0))
         if part == num_parts - 1:
             total, acc, highest = _attend_new_tokens(
-                queries, product, key_norm, value_norm, cos, sin, written, keys, values, key_scales, value_scales, new_rows, is_new,
-                stride, row_stride, scale_stride, eps, before, scale, cap, total, acc, highest,
+                queries, product, key_norm, value_norm, cos, sin, written, keys, values, key_scales, value_scales,
+                new_rows, is_new, stride, row_stride, scale_stride, eps, before, scale, cap, total, acc, highest,
                 GROUP, HEAD_DIM, ROTATED, CAPPED, DIM
             )  # fmt: skip
 
@@ -263,8 +265,8 @@ def _attend_decodes(
 
 @triton.jit
 def _attend_new_tokens(
-    queries, product, key_norm, value_norm, cos, sin, written, keys, values, key_scales, value_scales, rows, is_new,
-    stride, row_stride, scale_stride, eps, before, scale, cap, total, acc, highest,
+    queries, product, key_norm, value_norm, cos, sin, written, keys, values, key_scales, value_scales,
+    rows, is_new, stride, row_stride, scale_stride, eps, before, scale, cap, total, acc, highest,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Update the running softmax by the sequence's tokens of this step, its own and those before it, and write its own.
