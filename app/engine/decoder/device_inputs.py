@@ -214,8 +214,8 @@ class Piece:
     """Tokens of one sequence at the positions from `start` on, for which attention is computed together.
 
     The draft tokens of a decode are a piece each, like decodes of different lengths: each sees the ones before it, which
-    are the rows before its own (`PagedStep`). `shift` is added to the positions that rotary
-    embeddings have (`text_positions`).
+    are the rows before its own (`PagedStep`). `shift` is added to the positions that rotary embeddings have
+    (`text_positions`).
     """
 
     token_ids: list[int]
