@@ -36,7 +36,7 @@ def drawing_of(rows: list[tuple[float, int, float, float]], device: torch.device
 
 
 def drawn(logits: Tensor, drawing: SamplingTensors) -> Tensor:
-    return sample_rows(logits, drawing.columns, drawing.uniforms, BLOCK)
+    return sample_rows(logits, drawing.columns, drawing.uniforms, block=BLOCK, most_listed=64)
 
 
 def logits_of(rows: int, vocab: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
