@@ -209,7 +209,7 @@ def _likeliest(
                 low = tl.div_rn(_float(4294967296 - tl.load(row_numbers + _SMALLEST)), temperature)
                 low = tl.maximum(low, high - _WIDEST)
                 tl.store(row_numbers + _LOW, _rank(low))
-                tl.store(row_numbers + _HIGH, tl.where(low < high, _rank(high), _ALL_LISTED))
+                tl.store(row_numbers + _HIGH, _rank(high) + 1)  # from which on there is none
 
 
 @triton.jit(do_not_specialize_on_alignment=("temperatures", "top_ks", "top_ps"))
@@ -228,7 +228,7 @@ def _narrow(
         low, high = _float(low_rank), _float(high_rank)
         temperature = _temperature(temperatures, row)
         largest = _largest(row_numbers, temperature)
-        scale = _BINS / (high - low)
+        scale = _BINS / tl.maximum(high - low, 1e-30)
         counts = tl.full((_BINS,), 0, tl.int32)
         above = tl.full((block,), 0, tl.int32)
         mass, mass_above = tl.full((block,), 0, tl.int64), tl.full((block,), 0, tl.int64)
@@ -275,7 +275,8 @@ def _choose_range(
     upper = tl.minimum(top + tl.sum(most, 0) - (most_sums - most), whole - (least_sums - least))
     goal = tl.where(by_count, top_k.to(tl.int64), _share(top_p, total))
     first = tl.max(tl.where(lower >= goal, bins, 0), 0)
-    last = tl.min(tl.where(upper < goal, bins, _BINS), 0)
+    # Fewer tokens than top_k may have a mass: then all of them stay.
+    last = tl.min(tl.where((upper < goal) & (whole >= goal), bins, _BINS), 0)
     new_low = tl.where(first > 0, tl.maximum(low + first * step - slack, low), low)
     new_high = tl.where(last < _BINS, tl.minimum(low + last * step + slack, high), high)
     fits = above + tl.sum(tl.where(bins >= first, counts, 0), 0) <= most_listed * 3 // 4  # and some in the slack
@@ -354,8 +355,6 @@ def _threshold(
                         scores = _candidates(row_logits, row_list, from_row, start + lane, size, temperature)
                         mass += tl.where(scores >= bound, _mass(scores, largest, vocab), 0)
                     total = tl.sum(mass, 0)
-                elif total == 0:  # all scores are equal, so no range was narrowed
-                    total = _mass(largest, largest, vocab) * length
                 least = _search(
                     row_logits, row_list, from_row, size, temperature, largest, lowest, highest, sums,
                     _share(top_p, total), False, vocab, block,
