@@ -23,7 +23,8 @@ from torch import Tensor
 
 from armature_kernels.triton.launch import launch_options, wait_for_inputs
 
-_BLOCK, _WARPS = 1024, 4  # elements of a row at a time
+_BLOCK = 1024  # elements of a row at a time
+_WARPS, _SEARCH_WARPS = 8, 16
 _LISTED = 2048  # most scores of a row that are listed
 _FEW_ROWS, _BLOCKS_OF_MANY = 32, 8  # blocks of a part if there are more rows: enough programs, and fewer merges
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # sampling parameters, in the order of the kernel's arguments
@@ -93,7 +94,7 @@ def sample_rows(
         for _ in range(2):
             rows.launch(_narrow, *filters, most_listed=most_listed)
         listed = torch.empty((len(logits), most_listed), dtype=torch.float32, device=logits.device)
-        rows.launch(_threshold, *filters, listed, most_listed=most_listed)
+        rows.launch(_threshold, *filters, listed, most_listed=most_listed, num_warps=_SEARCH_WARPS)
     rows.launch(_draw, temperatures, min_ps, uniforms)
     return rows.ids
 
@@ -115,9 +116,10 @@ class _Rows:
         if rows == 0:
             return
         strides = (self._logits.stride(0), self._numbers.stride(0))
+        options = {"num_warps": _WARPS, **sizes, **launch_options()}
         kernel[(rows, triton.cdiv(vocab, self._part))](
             self._logits, *arguments, self._numbers, self.ids, *strides, self._part, vocab=vocab, block=self._block,
-            **sizes, num_warps=_WARPS, **launch_options(),
+            **options,
         )  # fmt: skip
 
 
@@ -149,7 +151,7 @@ def _mass(score, largest, vocab: tl.constexpr):
 def _scores(row_logits, ids, end, temperature):
     """Return the scores of ids below `end`, and -inf for the others."""
     logits = tl.load(row_logits + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(logits, temperature)
+    return logits / temperature
 
 
 @triton.jit
@@ -159,7 +161,7 @@ def _temperature(temperatures, row):
 
 @triton.jit
 def _largest(row_numbers, temperature):
-    return tl.div_rn(_float(tl.load(row_numbers + _BEST) >> 31), temperature)
+    return _float(tl.load(row_numbers + _BEST) >> 31) / temperature
 
 
 @triton.jit
@@ -205,8 +207,8 @@ def _likeliest(
             filters = ((top_k > 0) & (top_k < vocab)) | (tl.load(top_ps + row) < 1.0)
             if finite & filters & (tl.load(temperatures + row) > 0.0):
                 temperature = _temperature(temperatures, row)
-                high = tl.div_rn(largest, temperature)
-                low = tl.div_rn(_float(4294967296 - tl.load(row_numbers + _SMALLEST)), temperature)
+                high = largest / temperature
+                low = _float(4294967296 - tl.load(row_numbers + _SMALLEST)) / temperature
                 low = tl.maximum(low, high - _WIDEST)
                 tl.store(row_numbers + _LOW, _rank(low))
                 tl.store(row_numbers + _HIGH, _rank(high) + 1)  # from which on there is none
@@ -313,7 +315,7 @@ def _threshold(
         low = _float(low_rank)
         high = tl.where(high_rank == _ALL_LISTED, float("inf"), _float(high_rank))
         above = tl.full((block,), 0, tl.int32)
-        mass_above, mass = tl.full((block,), 0, tl.int64), tl.full((block,), 0, tl.int64)
+        mass_above = tl.full((block,), 0, tl.int64)
         for start in range(begin, end, block):
             scores = _scores(row_logits, start + lane, end, temperature)
             inside = (scores >= low) & (scores < high)
@@ -330,36 +332,47 @@ def _threshold(
         tl.atomic_add(row_numbers + _COUNT_ABOVE, tl.sum(above, 0).to(tl.int64))
         tl.atomic_add(row_numbers + _MASS_ABOVE, tl.sum(mass_above, 0))
         if _last_to_arrive(row_numbers):
-            top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-            by_count = (top_k > 0) & (top_k < vocab)
-            length = tl.load(row_numbers + _LENGTH)
-            # The nucleus among top_k tokens needs the sum of their exponentials, so all of them.
-            from_row = (length > most_listed) | (by_count & (top_p < 1.0) & (high_rank != _ALL_LISTED))
-            size = tl.where(from_row, vocab, length).to(tl.int32)
-            count = tl.where(from_row, 0, tl.load(row_numbers + _COUNT_ABOVE))
-            sums = tl.where(from_row, 0, tl.load(row_numbers + _MASS_ABOVE))
-            lowest = 4294967296 - tl.load(row_numbers + _FIRST_LISTED)
-            highest = tl.load(row_numbers + _LAST_LISTED)
-            total = tl.load(row_numbers + _TOTAL)
-            if by_count:
-                lowest = _search(
-                    row_logits, row_list, from_row, size, temperature, largest, lowest, highest, count,
-                    top_k.to(tl.int64), True, vocab, block,
-                )  # fmt: skip
-                tl.store(row_numbers + _TOP_K, lowest)
-            if top_p < 1.0:
-                if by_count:
-                    highest = _rank(largest)
-                    bound = _float(lowest)
-                    for start in range(0, size, block):
-                        scores = _candidates(row_logits, row_list, from_row, start + lane, size, temperature)
-                        mass += tl.where(scores >= bound, _mass(scores, largest, vocab), 0)
-                    total = tl.sum(mass, 0)
-                least = _search(
-                    row_logits, row_list, from_row, size, temperature, largest, lowest, highest, sums,
-                    _share(top_p, total), False, vocab, block,
-                )  # fmt: skip
-                tl.store(row_numbers + _TOP_P, least)
+            _find_thresholds(
+                row_logits, row_list, row_numbers, _temperature(temperatures, row), tl.load(top_ks + row),
+                tl.load(top_ps + row), vocab, block // 2, most_listed,
+            )  # fmt: skip
+
+
+@triton.jit
+def _find_thresholds(
+    row_logits, row_list, row_numbers, temperature, top_k, top_p,
+    vocab: tl.constexpr, block: tl.constexpr, most_listed: tl.constexpr,
+):  # fmt: skip
+    """Find the thresholds among the listed scores, or among all of the row."""
+    largest, length = _largest(row_numbers, temperature), tl.load(row_numbers + _LENGTH)
+    by_count = (top_k > 0) & (top_k < vocab)
+    # The nucleus among top_k tokens needs the sum of their exponentials, so all of them.
+    from_row = (length > most_listed) | (by_count & (top_p < 1.0) & (tl.load(row_numbers + _HIGH) != _ALL_LISTED))
+    size = tl.where(from_row, vocab, length).to(tl.int32)
+    low = 4294967296 - tl.load(row_numbers + _FIRST_LISTED)
+    high = tl.load(row_numbers + _LAST_LISTED)
+    total = tl.load(row_numbers + _TOTAL)
+    if by_count:
+        above = tl.where(from_row, 0, tl.load(row_numbers + _COUNT_ABOVE))
+        goal = top_k.to(tl.int64)
+        low = _search(
+            row_logits, row_list, from_row, size, temperature, largest, low, high, above, goal, True, vocab, block
+        )
+        tl.store(row_numbers + _TOP_K, low)
+    if top_p < 1.0:
+        if by_count:
+            high = _rank(largest)
+            sums = tl.full((block,), 0, tl.int64)
+            for start in range(0, size, block):
+                scores = _candidates(row_logits, row_list, from_row, start + tl.arange(0, block), size, temperature)
+                sums += tl.where(scores >= _float(low), _mass(scores, largest, vocab), 0)
+            total = tl.sum(sums, 0)
+        above = tl.where(from_row, 0, tl.load(row_numbers + _MASS_ABOVE))
+        goal = _share(top_p, total)
+        low = _search(
+            row_logits, row_list, from_row, size, temperature, largest, low, high, above, goal, False, vocab, block
+        )
+        tl.store(row_numbers + _TOP_P, low)
 
 
 @triton.jit
@@ -368,7 +381,7 @@ def _candidates(row_logits, row_list, from_row, at, size, temperature):
     given = at < size
     values = tl.load(row_logits + at, mask=given & from_row, other=float("-inf")).to(tl.float32)
     stored = tl.load(row_list + at, mask=given & (from_row == 0), other=float("-inf"))
-    return tl.where(from_row, tl.div_rn(values, temperature), stored)
+    return tl.where(from_row, values / temperature, stored)
 
 
 @triton.jit

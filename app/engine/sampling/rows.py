@@ -300,6 +300,14 @@ class SamplingTensors:
 
 def sample_greedy(logits: Tensor) -> Tensor:
     """Return the first most likely id of logits [rows, vocab], int64 [rows]; `NOT_FINITE` if its logit is not finite."""
+    if triton_usable(logits):
+        from armature_kernels.triton.sampling import likeliest_ids
+
+        return likeliest_ids(logits)
+    return sample_greedy_torch(logits)
+
+
+def sample_greedy_torch(logits: Tensor) -> Tensor:
     best, ids = logits.max(-1)  # faster than `argmax` in bfloat16
     return torch.where(best.isfinite(), ids, NOT_FINITE)
 
@@ -309,12 +317,12 @@ def sample_random(logits: Tensor, sampling: SamplingTensors, filtered: bool = Tr
     if triton_usable(logits):
         from armature_kernels.triton.sampling import sample_rows
 
-        return sample_rows(logits, sampling.columns, sampling.uniforms)
+        return sample_rows(logits, sampling.columns, sampling.uniforms, filtered)
     return sample_random_torch(logits, sampling, filtered)
 
 
 def sample_random_torch(logits: Tensor, sampling: SamplingTensors, filtered: bool = True) -> Tensor:
-    likeliest = sample_greedy(logits)
+    likeliest = sample_greedy_torch(logits)
     filters = [column.name for column in FILTERS] if filtered else []
     probs = _filter(logits.to(torch.float32, copy=True), sampling.columns, filters, _BY_BISECTION)
     drawn = multinomial_on_device(probs, sampling.uniforms)
