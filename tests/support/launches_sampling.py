@@ -1,4 +1,4 @@
-"""Launches of the kernels that sample, as serving makes them: what tests/support/compiled_kernels.py compiles for GPUs that are not here."""
+"""Launches of the kernels that sample, as serving makes them; tests/support/compiled_kernels.py compiles them."""
 
 from __future__ import annotations
 

@@ -87,14 +87,30 @@ def test_the_ends_of_the_numbers_draw_the_first_and_the_last(gpu: torch.device) 
 
 
 def test_neither_parts_nor_the_list_change_a_token(gpu: torch.device) -> None:
-    """Sums are in fixed point. Among more rows than 32 a part has more blocks."""
+    """The last token that the filters leave of a sorted row shows their borders. Of more than 32 rows a part has more blocks."""
     logits = torch.cat([logits_of(20, 700, seed, torch.float32, gpu) * scale for seed, scale in ((3, 1.0), (4, 1e-2))])
     logits[5:8] = logits[5:8].round()  # ties across parts, at the filters' borders too
-    logits[9, ::2], logits[10, 1:690], logits[30] = -1e9, -math.inf, 0.5
-    drawing = drawing_of((ROWS * 3)[: len(logits)], gpu, 7)
+    logits[9, ::2], logits[10, 1:690], logits[23, 120:], logits[30] = -1e9, -math.inf, -1e9, 0.5
+    logits = logits.sort(descending=True).values
+    drawing = drawing_of((ROWS * 3)[: len(logits)], gpu)
+    drawing = replace(drawing, uniforms=torch.full_like(drawing.uniforms, 1 - 2.0**-53))
     found = drawn(logits, drawing).tolist()
     assert found == sample_rows(logits, drawing.columns, drawing.uniforms, block=1024).tolist()
     assert found == sample_random_torch(logits, drawing).tolist()
+
+
+def test_scores_close_together_are_told_apart(gpu: torch.device) -> None:
+    """As many as are listed, then more: the search of the whole row."""
+    rows = [(1.0, 30, 1.0, 0.0), (1.0, 0, 0.7, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 31, 0.5, 0.0)]
+    logits = torch.full((8, 200), -20.0, device=gpu)
+    for at in range(8):
+        close = 60 if at < 4 else 150
+        # Neighbours among all floats, or far enough apart for their exponentials to differ.
+        logits[at, :close] = 5.0 + torch.arange(close, 0, -1) * (2.0**-21 if at % 4 == 0 else 1e-6)
+        logits[at, 0] = 5.5
+    drawing = drawing_of(rows * 2, gpu)
+    drawing = replace(drawing, uniforms=torch.full_like(drawing.uniforms, 1 - 2.0**-53))
+    assert drawn(logits, drawing).tolist() == sample_random_torch(logits, drawing).tolist()
 
 
 def test_rows_without_filters_need_no_thresholds(gpu: torch.device) -> None:
