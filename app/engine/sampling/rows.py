@@ -4,7 +4,7 @@
 Triton kernel. A new parameter is a row there, its effect in `_filter`, and its effect in the Triton kernel.
 
 Every filter is a threshold, so tied tokens stay together. The CPU finds it by sorting, a device by bisection over the
-bits of a float, which is exact and needs no host values, so it can be captured.
+bits of a float, which is exact and needs no host values, so it can be captured. Triton's kernels narrow the range first.
 
 Random numbers depend only on a seed and a position, so neither the batch nor a preemption changes a token.
 """
