@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
 _MIN_CHECKPOINT_TOKENS, _MAX_CHECKPOINT_TOKENS = 128, 512
-# Decode steps of the warm-up on a GPU: each sampling mode, for logits as computed and, by rules, in FP32.
+# Decodes of the warm-up on a GPU, all of one token: each sampling mode, for logits as computed and, by rules, in FP32.
 _WARM_UP_SAMPLING = (
     *(SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)),
     *(SamplingParams(temperature=0.0, logprobs=1), SamplingParams(top_p=0.9, logprobs=1)),
@@ -300,9 +300,8 @@ def warm_up_device_decoder(runner: DeviceDecoderRunner, max_batch_tokens: int) -
 
     A step of the largest size that does not fit in device memory is logged now, not a failed request later.
     """
-    most = min(max_batch_tokens, runner.kv_cache.capacity_tokens, runner.kv_cache.shape.max_len) - len(
-        _WARM_UP_SAMPLING
-    )
+    # One token is left for the decodes.
+    most = min(max_batch_tokens, runner.kv_cache.capacity_tokens, runner.kv_cache.shape.max_len) - 1
     _run_prompt_and_decodes(runner, max(1, min(WARM_UP_TOKENS, most)))
     while most > WARM_UP_TOKENS:
         try:
