@@ -413,6 +413,8 @@ def _other_precisions(prepared: Prepared) -> list[str]:
     if needs.num_parameters < precision.MIN_PARAMETERS:
         return []
     kind, level = prepared.plan.placement.device, prepared.plan.weights.kernels
+    if kind != "cpu":  # nothing is quantized there for its speed (precision.py)
+        return []
     exact = precision.exact_precision(prepared.facts, kind, needs, level)
     names = (exact, *precision.AUTO_PRECISIONS, *kleidi)
     return [name for name in names if name != prepared.plan.weights.precision]

@@ -67,19 +67,29 @@ class QuantizedActivations:
         )
 
 
-Activations = (
-    Tensor | QuantizedActivations
-)  # input of a product: rows in the model's dtype, or quantized if the form requires it
+@dataclass(frozen=True, slots=True)
+class UnnormedRows:
+    """Rows `hidden` [tokens, size] of which a product computes the RMSNorm with a weight FP32 [size] (`takes_unnormed`)."""
+
+    hidden: Tensor
+    weight: Tensor
+    eps: float
+
+
+# Input of a product: rows in the model's dtype, or what the form requires or takes instead.
+Activations = Tensor | QuantizedActivations | UnnormedRows
 
 
 def rows_of(x: Activations) -> int:
     """Return the number of rows of x."""
-    return x.rows if isinstance(x, QuantizedActivations) else x.shape[0]
+    if isinstance(x, QuantizedActivations):
+        return x.rows
+    return len(x.hidden if isinstance(x, UnnormedRows) else x)
 
 
 def unquantized(x: Activations) -> Tensor:
-    """Return x as a tensor, for forms that never read quantized rows."""
-    assert isinstance(x, Tensor), "rows are quantized only for a form whose `takes` names a group"
+    """Return x as a tensor, for forms that read neither quantized rows nor rows without their norm."""
+    assert isinstance(x, Tensor), "rows are quantized or unnormed only for a form that asks for them"
     return x
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from armature_kernels.elementwise.embedding import RowFactor
-from armature_kernels.linear.activations import QuantizedActivations, RowGroups, rows_of
+from armature_kernels.linear.activations import Activations, RowGroups, rows_of
 from armature_kernels.linear.bf16_product import PackedWeight, run_bf16_product
 from armature_kernels.linear.fp32_panels import FloatPanelLinear
 from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
@@ -165,21 +165,19 @@ class HybridLinear:
         """Return the quantization group of the activations for this many rows; None for a plain tensor."""
         return self._form(rows).activation_group(rows)
 
-    def multiply(self, x: Tensor | QuantizedActivations) -> Tensor:
+    def multiply(self, x: Activations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] bf16."""
         return self._form(rows_of(x)).multiply(x)
 
-    def multiply_activated(self, x: Tensor | QuantizedActivations, activation: str) -> Tensor:
+    def multiply_activated(self, x: Activations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out] bf16."""
         return self._form(rows_of(x)).multiply_activated(x, activation)
 
-    def add_to(self, hidden: Tensor, x: Tensor | QuantizedActivations) -> None:
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
         self._form(rows_of(x)).add_to(hidden, x)
 
-    def top_logits(
-        self, x: Tensor | QuantizedActivations, request: TopLogitsRequest, softcap: float | None = None
-    ) -> TopLogits:
+    def top_logits(self, x: Activations, request: TopLogitsRequest, softcap: float | None = None) -> TopLogits:
         """Return the top outputs of each row of the product."""
         form = self._form(rows_of(x))
         assert isinstance(form, IntPanelLinear), "an output layer is not split"

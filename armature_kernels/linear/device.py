@@ -1,8 +1,11 @@
-"""An unquantized weight in the memory of a device, copied there some rows at a time and multiplied by torch.
+"""Weights in the memory of a device, copied there some rows at a time; an unquantized one is multiplied by torch.
 
 Nothing here depends on the kind of device; tests run the same code on the CPU. `fused_addmm` adds a half-precision
 product to an fp32 stream in one kernel (CUDA's `addmm` with a wider `out_dtype`), which saves one kernel launch and
 one rounding. Older versions of torch and other devices do not support it, so support is tested once per device.
+
+Few rows have a kernel of ours for every kind of weight, which also computes the norm before the product, and the gate or
+the sum behind it (triton/linear.py). It is used where it was right and faster in a trial on the device (device_trial.py).
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from armature_kernels.elementwise.activations import ACTIVATIONS
 from armature_kernels.elementwise.embedding import RowFactor, embedding_rows
-from armature_kernels.linear.activations import Activations, unquantized
+from armature_kernels.linear.activations import Activations, UnnormedRows, rows_of, unquantized
+from armature_kernels.linear.device_trial import find_few_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class DeviceFactory:
     def empty_form(self, outputs: int, inputs: int, bias: Tensor | None) -> DeviceLinear:
         """Return an uninitialised form [outputs, inputs] that `fill` completes."""
         weight = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
-        return DeviceLinear(weight, copy_bias_to_device(bias, weight))
+        return DeviceLinear(weight, copy_bias_to_device(bias, weight), find_few_rows(self, outputs, inputs))
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> DeviceLinear:
         """Copy weight [out, in] of any float dtype to the device."""
@@ -47,13 +52,82 @@ class DeviceFactory:
         return outputs * inputs * self.dtype.itemsize
 
 
-class DeviceLinear:
-    """A weight [out, in] and bias [out] on the device; a tied embedding uses the same tensor."""
+# Codes, their scales, and how many outputs and inputs share one, as `multiply_few` reads them.
+CodesAndScales = tuple[Tensor, Tensor | None, tuple[int, int]]
 
-    __slots__ = ("bias", "fuses_add", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+class DeviceForm:
+    """A weight [out, in] and bias [out] on a device. `few_rows`: the most rows of the kernel for few rows; 0: none."""
+
+    __slots__ = ("bias", "dtype", "few_rows", "shape")
+    bias: Tensor | None
+    dtype: torch.dtype  # of the activations
+    few_rows: int
+    shape: tuple[int, int]
+
+    def activation_group(self, rows: int) -> None:
+        """Return None: activations are not quantized."""
+
+    def takes_unnormed(self, rows: int) -> bool:
+        """Return True if `multiply` takes so many `UnnormedRows`."""
+        return 0 < rows <= self.few_rows
+
+    def multiply(self, x: Activations) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out] in the activations' dtype."""
+        if self.takes_unnormed(rows_of(x)):
+            return self._multiply_few(x, self._empty(rows_of(x), self.shape[0]))
+        return self.multiply_rows(unquantized(x))
+
+    def multiply_gated(self, x: Activations, activation: str) -> Tensor | None:
+        """Return act(gate) * up [tokens, out / 2] for the outputs gate, then up; None for too many rows."""
+        if activation not in ACTIVATIONS or not self.takes_unnormed(rows_of(x)):
+            return None
+        return self._multiply_few(x, self._empty(rows_of(x), self.shape[0] // 2), activation)
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the product to hidden [tokens, out] fp32 in place."""
+        if self.takes_unnormed(rows_of(x)) and hidden.stride(1) == 1:
+            self._multiply_few(x, hidden, adds=True)
+        else:
+            self.add_rows_to(hidden, unquantized(x))
+
+    def _empty(self, rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+
+    def _multiply_few(self, x: Activations, out: Tensor, activation: str = "", adds: bool = False) -> Tensor:
+        from armature_kernels.triton.linear import multiply_few
+
+        norm, rows = None, x
+        if isinstance(x, UnnormedRows):
+            norm, rows = (x.weight, x.eps), x.hidden
+        return multiply_few(unquantized(rows), self.few_rows_weight(), out, norm, self.bias, activation, adds)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weight."""
+        raise NotImplementedError
+
+    def few_rows_weight(self) -> CodesAndScales:
+        """Return the weight as the kernel for few rows reads it."""
+        raise NotImplementedError
+
+    def multiply_rows(self, rows: Tensor) -> Tensor:
+        """Multiply rows [n, in] of any number, without that kernel."""
+        raise NotImplementedError
+
+    def add_rows_to(self, hidden: Tensor, rows: Tensor) -> None:
+        """Add the product of rows [n, in] of any number to hidden [n, out] fp32, without that kernel."""
+        hidden += self.multiply_rows(rows)
+
+
+class DeviceLinear(DeviceForm):
+    """An unquantized weight; a tied embedding uses the same tensor."""
+
+    __slots__ = ("fuses_add", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, few_rows: int = 0) -> None:
+        self.weight, self.bias, self.few_rows = weight, bias, few_rows
+        self.shape, self.dtype = (weight.shape[0], weight.shape[1]), weight.dtype
         self.fuses_add = bias is None and supports_fused_add(weight.device, weight.dtype)
 
     @property
@@ -68,19 +142,21 @@ class DeviceLinear:
         """
         self.weight[first : first + len(rows)].copy_(rows)
 
-    def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantized."""
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
 
-    def multiply(self, x: Activations) -> Tensor:
-        """Multiply x [tokens, in] to [tokens, out] in the weight's dtype."""
-        return F.linear(unquantized(x), self.weight, self.bias)
+    def few_rows_weight(self) -> CodesAndScales:
+        return self.weight, None, (1, 1)
 
-    def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """Add the product to hidden [tokens, out] fp32 in place."""
+    def multiply_rows(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.weight, self.bias)
+
+    def add_rows_to(self, hidden: Tensor, rows: Tensor) -> None:
         if self.fuses_add:
-            fused_addmm(hidden, unquantized(x), self.weight)
+            fused_addmm(hidden, rows, self.weight)
         else:
-            hidden += self.multiply(x)
+            hidden += self.multiply_rows(rows)
 
     def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
         """Return rows of the weight, fp32 [n, in], for ids [n] int64, times a factor."""

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armature_kernels.linear.activations import Activations, unquantized
-from armature_kernels.linear.device import copy_bias_to_device
+from armature_kernels.linear.device import CodesAndScales, DeviceForm, copy_bias_to_device
+from armature_kernels.linear.device_trial import find_few_rows
 from armature_kernels.linear.layout import DEVICE_GROUP, device_int4_bytes, supports_device_int4
 from armature_kernels.linear.quantization import quantize_int4
 from armature_kernels.triton.support import triton_usable
@@ -70,32 +70,25 @@ class DeviceInt4Factory:
         return device_int4_bytes(outputs, inputs)
 
 
-class DeviceCodesLinear:
+class DeviceCodesLinear(DeviceForm):
     """A weight [out, in] on a device as codes with `scales`: few rows multiply by them, many by the dequantized weight."""
 
-    __slots__ = ("bias", "max_code_rows", "scales", "scratch", "shape")
-    shape: tuple[int, int]
-    bias: Tensor | None
+    __slots__ = ("max_code_rows", "scales", "scratch")
     scales: Tensor
     scratch: DequantizeScratch
     max_code_rows: int
 
-    def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantized."""
+    @property
+    def device(self) -> torch.device:
+        return self.scales.device
 
-    def multiply(self, x: Activations) -> Tensor:
-        """Multiply x [tokens, in] to [tokens, out] in its dtype."""
-        rows = unquantized(x)
+    def multiply_rows(self, rows: Tensor) -> Tensor:
         if len(rows) > self.max_code_rows:
             return self.multiply_many(rows)
         if len(rows) == 0:  # a grid without blocks cannot be launched
             return rows.new_empty(0, self.shape[0])
         product = self.multiply_codes(rows.contiguous())
         return product if self.bias is None else product.add_(self.bias)
-
-    def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """Add the product to hidden [tokens, out] fp32 in place."""
-        hidden += self.multiply(x)
 
     def multiply_codes(self, rows: Tensor) -> Tensor:
         """Multiply rows [n, in], contiguous, by the codes, without the bias."""
@@ -120,7 +113,8 @@ class DeviceInt4Linear(DeviceCodesLinear):
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None, packing: DeviceInt4Factory) -> None:
         (outputs, inputs), device = shape, packing.device
-        self.shape, self.max_code_rows = shape, MAX_CODE_ROWS.get(device.type, _DEFAULT_MAX_CODE_ROWS)
+        self.shape, self.dtype, self.few_rows = shape, packing.dtype, find_few_rows(packing, outputs, inputs)
+        self.max_code_rows = MAX_CODE_ROWS.get(device.type, _DEFAULT_MAX_CODE_ROWS)
         self.scratch = shared_scratch(device, packing.dtype)
         self.scales = torch.empty(inputs // DEVICE_GROUP, outputs, 2, dtype=packing.dtype, device=device)
         self.bias = copy_bias_to_device(bias, self.scales)
@@ -141,6 +135,9 @@ class DeviceInt4Linear(DeviceCodesLinear):
         if self._left == 0:
             self.packed = pack_code_pairs(self._code_pairs, _inner_tiles(self.shape[1]))
             self._code_pairs = self._code_pairs.new_empty(0)
+
+    def few_rows_weight(self) -> CodesAndScales:
+        return self.packed, self.scales, (1, DEVICE_GROUP)
 
     def multiply_codes(self, rows: Tensor) -> Tensor:
         return multiply_packed(rows, self.packed, self.scales)

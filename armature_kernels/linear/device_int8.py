@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armature_kernels.linear.device import copy_bias_to_device
+from armature_kernels.linear.device import CodesAndScales, copy_bias_to_device
 from armature_kernels.linear.device_int4 import DeviceCodesLinear, shared_scratch
+from armature_kernels.linear.device_trial import find_few_rows
 from armature_kernels.linear.layout import MAX_CODE_ROWS, device_int8_bytes
 from armature_kernels.linear.quantization import quantize_int8
 from armature_kernels.triton.support import triton_usable
@@ -58,6 +59,7 @@ class DeviceInt8Linear(DeviceCodesLinear):
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None, packing: DeviceInt8Factory) -> None:
         self.shape, self.block, self.max_code_rows = shape, (1, shape[1]), MAX_CODE_ROWS
+        self.dtype, self.few_rows = packing.dtype, find_few_rows(packing, *shape)
         self.scratch = shared_scratch(packing.device, packing.dtype)
         self.codes = torch.empty(shape, dtype=torch.int8, device=packing.device)
         self.scales = torch.empty(shape[0], dtype=torch.bfloat16, device=packing.device)
@@ -72,6 +74,9 @@ class DeviceInt8Linear(DeviceCodesLinear):
         """Quantize rows [n, in] as outputs `[first, first + n)` on the device."""
         own, found = slice(first, first + len(rows)), quantize_int8(rows.to(self.codes.device))
         self.codes[own], self.scales[own] = found.codes, found.scales.squeeze(1)
+
+    def few_rows_weight(self) -> CodesAndScales:
+        return self.codes, self.scales, self.block
 
     def multiply_codes(self, rows: Tensor) -> Tensor:
         if not triton_usable(rows):

@@ -23,7 +23,15 @@ from armature_kernels.elementwise.activations import (
     top_logits_scratch,
 )
 from armature_kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
-from armature_kernels.linear.activations import QuantizedActivations, RowGroups, quantize, quantize_torch, rows_of
+from armature_kernels.linear.activations import (
+    Activations,
+    QuantizedActivations,
+    RowGroups,
+    quantize,
+    quantize_torch,
+    rows_of,
+    unquantized,
+)
 from armature_kernels.linear.bf16_product import PackedWeight, WideRows, run_bf16_product
 from armature_kernels.linear.layout import PanelLayout
 from armature_kernels.linear.quantization import (
@@ -203,30 +211,28 @@ class IntPanelLinear:
         """
         return None if self.packing.wide.applies(rows) else self.row_groups
 
-    def multiply(self, x: Tensor | QuantizedActivations) -> Tensor:
+    def multiply(self, x: Activations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] bf16, summed in fp32."""
         return self.multiply_activated(x, "identity")
 
-    def multiply_activated(self, x: Tensor | QuantizedActivations, activation: str) -> Tensor:
+    def multiply_activated(self, x: Activations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out] bf16; the activation is applied before rounding."""
         y = empty((rows_of(x), self.outputs), torch.bfloat16)
         self.multiply_into(y, 0, x, ProductOutput.BF16, ACTIVATION_CODES[activation])
         return y
 
-    def add_to(self, hidden: Tensor, x: Tensor | QuantizedActivations) -> None:
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
         self.multiply_into(hidden, 0, x, ProductOutput.ADD_FP32)
 
-    def top_logits(
-        self, x: Tensor | QuantizedActivations, request: TopLogitsRequest, softcap: float | None = None
-    ) -> TopLogits:
+    def top_logits(self, x: Activations, request: TopLogitsRequest, softcap: float | None = None) -> TopLogits:
         """Return each row's top outputs without writing the others; sums and comparisons are in fp32.
 
         At most `MAX_TOP_LOGITS` outputs are supported. With a soft cap, values are softcap · tanh(logit / softcap).
         """
         k = request.k
         assert 1 <= k <= min(MAX_TOP_LOGITS, self.outputs), "k must be between 1 and what the kernel keeps"
-        x = x if isinstance(x, QuantizedActivations) else quantize(x, self.row_groups)
+        x = x if isinstance(x, QuantizedActivations) else quantize(unquantized(x), self.row_groups)
         best, scratch = empty_top_logits(x.rows, request), top_logits_scratch(x.rows, request)
         logsumexp = None if best.logsumexp is None else best.logsumexp.data_ptr()
         product = self.product_arguments(x, None, 0, ProductOutput.FP32)
@@ -240,15 +246,14 @@ class IntPanelLinear:
         )
         return best
 
-    def multiply_into(
-        self, y: Tensor, first: int, x: Tensor | QuantizedActivations, output: ProductOutput, activation: int = 0
-    ) -> None:
+    def multiply_into(self, y: Tensor, first: int, x: Activations, output: ProductOutput, activation: int = 0) -> None:
         """Write the product to columns `[first, first + out)` of y, whose dtype is that of `output`."""
         if not isinstance(x, QuantizedActivations):
-            if self.activation_group(len(x)) is None:
-                run_bf16_product(self._packed, x, y, first, output, activation)
+            rows = unquantized(x)
+            if self.activation_group(len(rows)) is None:
+                run_bf16_product(self._packed, rows, y, first, output, activation)
                 return
-            x = quantize(x, self.row_groups)
+            x = quantize(rows, self.row_groups)
         address = y.data_ptr() + first * y.element_size()
         product = self.product_arguments(x, address, y.stride(0), output)
         product.activation = activation

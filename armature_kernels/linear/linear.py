@@ -66,6 +66,19 @@ class EmptyForm(LinearForm, Protocol):
 
 
 @runtime_checkable
+class FewRowsForm(Protocol):
+    """A form that multiplies few rows together with what is before and behind the product (device.py)."""
+
+    def takes_unnormed(self, rows: int) -> bool:
+        """Return True if `multiply` takes so many `UnnormedRows`."""
+        ...
+
+    def multiply_gated(self, x: Activations, activation: str) -> Tensor | None:
+        """Return act(gate) * up [tokens, out / 2] for the outputs gate, then up; None for too many rows."""
+        ...
+
+
+@runtime_checkable
 class ActivatingForm(Protocol):
     """A form whose product can apply an activation to its output."""
 
@@ -400,6 +413,16 @@ class Linear(nn.Module):
         self.form.add_to(hidden, x)
         if self.lora is not None:
             self.lora.add(hidden, x)
+
+    def takes_unnormed(self, rows: int) -> bool:
+        """Return True if the product computes the RMSNorm of so many `UnnormedRows`."""
+        return self.lora is None and isinstance(self.form, FewRowsForm) and self.form.takes_unnormed(rows)
+
+    def multiply_gated(self, x: Activations, activation: str) -> Tensor | None:
+        """Return act(gate) * up for the outputs gate, then up, in one kernel; None if the form has none for these rows."""
+        if self.lora is not None or not isinstance(self.form, FewRowsForm):
+            return None
+        return self.form.multiply_gated(x, activation)
 
     def multiply_activated(self, x: Activations, activation: str, feeds: Linear) -> Activations:
         """Return act(x times the weight), in the format that the layer `feeds` reads at this many rows."""

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from armature_kernels.linear.activations import Activations, QuantizedActivations, rows_of, unpack_tiles
+from armature_kernels.linear.activations import Activations, QuantizedActivations, rows_of, unpack_tiles, unquantized
 from armature_kernels.linear.layout import LORA_INPUT_STEP, LORA_RANK_STEP, MAX_LORA_RANK, PANEL_OUTPUTS
 from armature_kernels.native.arguments import MAX_LORA_PARTS, LoraArguments, OpCode
 from armature_kernels.native.memory import Int64Buffer, aligned_bytes, empty
@@ -175,8 +175,9 @@ class LoraProduct:
                 tiles=x.codes.data_ptr(), scales=x.scales.data_ptr(), padded=x.padded, group=x.group, height=x.height
             )
         else:
-            x = x if x.stride(-1) == 1 else x.contiguous()
-            arguments = place(x=x.data_ptr(), x_stride=x.stride(0), wide_x=x.dtype == torch.float32)
+            plain = unquantized(x)
+            plain = plain if plain.stride(-1) == 1 else plain.contiguous()
+            arguments = place(x=plain.data_ptr(), x_stride=plain.stride(0), wide_x=plain.dtype == torch.float32)
         run_operation(arguments)
 
     def add_torch(self, y: Tensor, x: Activations) -> None:
@@ -187,7 +188,7 @@ class LoraProduct:
         for block in range(values[0]):
             slot, count, *rows = values[1 + block * _BLOCK_WORDS : 1 + (block + 1) * _BLOCK_WORDS]
             rows_of_slot.setdefault(slot, []).extend(rows[:count])
-        wide = _dequantized(x) if isinstance(x, QuantizedActivations) else x
+        wide = _dequantized(x) if isinstance(x, QuantizedActivations) else unquantized(x)
         for slot, rows in rows_of_slot.items():
             first = 0
             for source, count in enumerate(self._outputs):

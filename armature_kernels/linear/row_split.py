@@ -13,7 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from armature_kernels.linear.activations import QuantizedActivations, RowGroups, quantize, rows_of
+from armature_kernels.linear.activations import (
+    Activations,
+    QuantizedActivations,
+    RowGroups,
+    quantize,
+    rows_of,
+    unquantized,
+)
 from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from armature_kernels.linear.quantization import GptqFactors, Int4Weight, Int8Weight
 from armature_kernels.native.arguments import ACTIVATION_CODES, ProductOutput
@@ -108,17 +115,17 @@ class RowSplitLinear:
         groups = [form.activation_group(rows) for form in self.forms]
         return None if None in groups else min((one for one in groups if one), key=lambda one: one.shared)
 
-    def multiply(self, x: Tensor | QuantizedActivations) -> Tensor:
+    def multiply(self, x: Activations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] bf16."""
         return self.multiply_activated(x, "identity")
 
-    def multiply_activated(self, x: Tensor | QuantizedActivations, activation: str) -> Tensor:
+    def multiply_activated(self, x: Activations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out] bf16."""
         y = empty((rows_of(x), self.outputs), torch.bfloat16)
         self._run(x, y, ProductOutput.BF16, ACTIVATION_CODES[activation])
         return y
 
-    def add_to(self, hidden: Tensor, x: Tensor | QuantizedActivations) -> None:
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
         self._run(x, hidden, ProductOutput.ADD_FP32)
 
@@ -126,10 +133,10 @@ class RowSplitLinear:
         """Return the dequantized weight, fp32 [out, in]."""
         return torch.cat([form.dequantized() for form in self.forms])
 
-    def _run(self, x: Tensor | QuantizedActivations, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
+    def _run(self, x: Activations, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
         group, first = self.activation_group(rows_of(x)), 0
         if not isinstance(x, QuantizedActivations) and group is not None:
-            x = quantize(x, group)
+            x = quantize(unquantized(x), group)
         for form in self.forms:
             form.multiply_into(y, first, x, output, activation)
             first += form.outputs

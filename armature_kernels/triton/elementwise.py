@@ -281,9 +281,8 @@ def dequantize(packed: torch.Tensor, order: torch.Tensor, scales: torch.Tensor, 
     )
     assert outputs % _TILE == 0 and inputs % DEVICE_GROUP == 0, "outputs must be a multiple of 8 and inputs of 64"
     grid = (triton.cdiv(outputs // _TILE, _TILES), triton.cdiv(inputs, _INPUTS))
-    _dequantize[grid](
-        packed, order, scales, out, outputs, inputs, GROUP=DEVICE_GROUP, TILE=_TILE, TILES=_TILES, INPUTS=_INPUTS
-    )
+    sizes = {"GROUP": DEVICE_GROUP, "TILE": _TILE, "TILES": _TILES, "INPUTS": _INPUTS}
+    _dequantize[grid](packed, order, scales, out, outputs, inputs, **sizes, **launch_options())
 
 
 @triton.jit
@@ -298,11 +297,13 @@ def _dequantize(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     INPUTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Dequantize some tiles; the code at place p of its tile is in bits 4 * (p % 8) of int32 number p // 8.
 
     A tile has as many int32 numbers as inputs.
     """
+    wait_for_inputs(DEPENDENT)
     own = tl.arange(0, TILE)[:, None]
     column = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)[None, :]
     is_input = column < inputs

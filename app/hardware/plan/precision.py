@@ -107,9 +107,14 @@ class PrecisionCandidates:
         return f"{describe_cost(kind, cost)} (measured with this model when its weights were packed)"
 
     def within_budget(self, name: str) -> bool:
-        """Return whether `auto` may choose a precision: exact, or not known to cost more than `quality_budget`."""
+        """Return whether `auto` may choose a precision: exact, or not known to cost more than `quality_budget`.
+
+        On a GPU no cost is ever measured, so none is within the budget.
+        """
         if name not in QUANTIZED_PRECISIONS:
             return True
+        if self.kind != "cpu":
+            return False
         cost = 0.0 if self.needs is None else self.needs.quality_costs.get(name, 0.0)
         return 0 < self.settings.quality_budget >= cost
 
@@ -167,6 +172,11 @@ def _choose_known(
 
 def _costly_phrase(candidates: PrecisionCandidates, names: Sequence[str]) -> str:
     budget = candidates.settings.quality_budget
+    if candidates.kind != "cpu":
+        return (
+            f"What {' and '.join(names)} would cost in quality is not measured on a GPU, so weights are quantized "
+            "only if precision says so, or if others do not fit."
+        )
     if budget == 0:
         return "quality_budget is 0, so weights are not quantized."
     said = "; ".join(f"{name}: {candidates.cost_phrase(name)}" for name in names)

@@ -244,7 +244,7 @@ def decide_dtype(candidates: PrecisionCandidates, chosen: str) -> Decision[Dtype
 def _fp8_products(device: DeviceMemory | None) -> str:
     multiplies = device is not None and device.capability is not None and device.capability >= MIN_FP8_CAPABILITY
     many = (
-        "more are quantized to FP8 too if a weight has one scale for each output, else it is dequantized for them"
+        "more are quantized to FP8 too if torch multiplies by the weight's scales here, else it is dequantized for them"
         if multiplies
         else "for more, weights are dequantized, since products of FP8 need compute capability 8.9"
     )

@@ -249,7 +249,7 @@ class Decoder(nn.Module):
 
     def body(self, context: StepContext) -> Activations:
         """Compute the input of the output layer, for the tokens in `logit_rows`; others stop at the last KV."""
-        result: Activations = self.norm(self.hidden(context))
+        result: Activations = self.norm(self.hidden(context), is_read_once=True)
         return result
 
     def hidden(self, context: StepContext) -> Tensor:
@@ -296,7 +296,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
         """Return the logits [rows, vocab] of hidden states before the last norm, or the top ones of each row."""
-        return self.outputs(self.norm(hidden), wanted)
+        return self.outputs(self.norm(hidden, is_read_once=True), wanted)
 
     def outputs(self, rows: Activations, wanted: TopLogitsRequest | None) -> Tensor | TopLogits:
         """Return the logits, bounded by cap · tanh(logits / cap) if the config has a cap."""

@@ -47,7 +47,7 @@ from armature_kernels.elementwise.norms import (
 )
 from armature_kernels.elementwise.routing import route
 from armature_kernels.elementwise.routing_rule import Routing
-from armature_kernels.linear.activations import Activations, RowGroups, quantize, unquantized
+from armature_kernels.linear.activations import Activations, RowGroups, UnnormedRows, quantize, unquantized
 from armature_kernels.linear.experts import DeviceExpertStack, ExpertForms, ExpertStack, run_experts_torch
 from armature_kernels.linear.linear import Linear, LinearForm
 
@@ -93,8 +93,14 @@ class Norm(nn.Module):
         if self.bias is not None:
             self.bias.div_(factors)
 
-    def forward(self, x: Tensor) -> Activations:
-        """Return the norm of x [tokens, size]; without `feeds`, x may have more dimensions."""
+    def forward(self, x: Tensor, is_read_once: bool = False) -> Activations:
+        """Return the norm of x [tokens, size]; without `feeds`, x may have more dimensions.
+
+        `is_read_once`: only `feeds` reads the result, before x changes, so that it may compute the norm itself.
+        """
+        by_product = is_read_once and self.feeds is not None and self.feeds.takes_unnormed(len(x))
+        if by_product and self.norm.kind == "rms":
+            return UnnormedRows(x, self.weight, self.norm.eps)
         group = None if self.feeds is None else self.feeds.activation_group(x.shape[0])
         if self.norm.kind == "layer":
             return layer_norm(x, (self.weight, self.bias, self.norm.eps), self.dtype, group)
@@ -447,6 +453,10 @@ class DecoderMLP(nn.Module):
             return result
         if not self.is_gated:
             return self.gate_up.multiply_activated(x, self.activation, self.down)
+        if self.deviations is None:
+            gated = self.gate_up.multiply_gated(x, self.activation)
+            if gated is not None:
+                return gated
         gate_up = self.gate_up(x)
         return gate(gate_up, self.activation, self.down.activation_group(gate_up.shape[0]), self.deviations)
 
@@ -604,7 +614,7 @@ class DecoderLayer(nn.Module):
     def forward(self, states: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """Run the layer on states [tokens, width], overwritten; `rows` are needed after it (None: all)."""
         hidden = self._hidden(states)
-        x = self._input(hidden, self.attention_norm, self.attention.first)
+        x = self._input(hidden, self.attention_norm, self.attention.first, isinstance(self.attention, Attention))
         recurred = None
         if self.beside is not None:
             plain = unquantized(x)
@@ -622,7 +632,10 @@ class DecoderLayer(nn.Module):
             self.mixed_norm.add_to(hidden, self.attention.out(mixed))
         if self.beside is not None and recurred is not None:
             self.beside.out.add_to(hidden, recurred)
-        x = self._input(hidden, self.mlp_norm, self.mlp.first) if parallel is None else parallel
+        if parallel is None:
+            x = self._input(hidden, self.mlp_norm, self.mlp.first, isinstance(self.mlp, DecoderMLP))
+        else:
+            x = parallel
         factor = 1.0 if self.factor is None else self.factor.value
         if self.gated_norm is None:
             self.mlp.add_to(hidden, x)
@@ -638,10 +651,10 @@ class DecoderLayer(nn.Module):
     def _hidden(self, states: Tensor) -> Tensor:
         return states if self.input is None else states[:, : self.size]
 
-    def _input(self, hidden: Tensor, norm: Norm | None, product: Linear) -> Activations:
+    def _input(self, hidden: Tensor, norm: Norm | None, product: Linear, is_read_once: bool = False) -> Activations:
         if norm is None:
             return convert_rows(hidden, self.dtype, product.activation_group(hidden.shape[0]))
-        result: Activations = norm(hidden)
+        result: Activations = norm(hidden, is_read_once)
         return result
 
 
@@ -663,13 +676,15 @@ class BranchLayer(nn.Module):
 
     def forward(self, hidden: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """Run the layer on hidden [tokens, hidden], overwritten; `rows` are needed after it (None: all)."""
-        mixed = None if self.attention is None else self.attention(self.norm(hidden), angles, attend)
+        mixed = None
+        if self.attention is not None:
+            mixed = self.attention(self.norm(hidden, isinstance(self.attention, Attention)), angles, attend)
         if rows is not None:
             hidden, mixed = gather(hidden, rows), None if mixed is None else gather(mixed, rows)
         if self.attention is not None and mixed is not None:
             self.attention.out.add_to(hidden, mixed)
         elif self.mlp is not None:
-            self.mlp.add_to(hidden, self.norm(hidden))
+            self.mlp.add_to(hidden, self.norm(hidden, isinstance(self.mlp, DecoderMLP)))
         return hidden
 
 

@@ -22,6 +22,8 @@ from armature_kernels.attention.paged import PagedStep
 from armature_kernels.elementwise import activations, embedding, rope
 from armature_kernels.elementwise import norms as layer_norm
 from armature_kernels.elementwise import norms as rowwise
+from armature_kernels.linear.device import DeviceForm
+from armature_kernels.linear.linear import Linear
 from armature_kernels.triton import attention, elementwise
 from armature_kernels.triton.prompts import attend_prompts
 from device_engine import MAX_LEN, DeviceServed, Said, prompt_of, request_of
@@ -114,6 +116,53 @@ def counting() -> Iterator[Launches]:
 # of BF16 weights add to the stream themselves, which takes away both `add_`.
 LLAMA = "_rms_norm mm _apply_rope mm add_ _rms_norm mm _gate mm add_"
 GEMMA = "_rms_norm mm _apply_rope mm _add_rms_norm _rms_norm mm _gate mm _add_rms_norm"
+# The same with the kernel for few rows.
+FEW_LLAMA = "_multiply_few _apply_rope _multiply_few _multiply_few _multiply_few"
+FEW_GEMMA = "_multiply_few _apply_rope _multiply_few _add_rms_norm _multiply_few _multiply_few _add_rms_norm"
+FEW_BLOOM = "_layer_norm _multiply_few _apply_rope _multiply_few _layer_norm _multiply_few _activate _multiply_few"
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "layer", "expected"),
+    [
+        ("LlamaForCausalLM", "bfloat16", 0, FEW_LLAMA),
+        ("LlamaForCausalLM", "int8", 1, FEW_LLAMA),
+        ("Gemma2ForCausalLM", "bfloat16", 0, FEW_GEMMA),
+        ("Qwen3ForCausalLM", "bfloat16", 1, FEW_LLAMA),
+        ("BloomForCausalLM", "bfloat16", 0, FEW_BLOOM),
+        ("Phi3ForCausalLM", "bfloat16", 0, FEW_LLAMA),
+    ],
+)
+def test_a_layer_of_few_rows_is_the_layer_of_separate_kernels(
+    architecture: str, dtype: str, layer: int, expected: str, tmp_path: Path
+) -> None:
+    """A LayerNorm is computed before its product, and an MLP without gates applies its activation behind it."""
+    write_checkpoint(tmp_path, architecture, seed=11)
+    model: Any = load(tmp_path, dtype, max_model_len=MAX_LEN, device="cuda")
+    sizes = (model.config.num_kv_heads, model.config.head_dim)
+    memory = torch.zeros(64, token_bytes(*sizes, torch.bfloat16), dtype=torch.uint8)
+    kv, written = view_kv_rows(memory, *sizes, torch.bfloat16), torch.tensor([3, 9])
+
+    def attend(layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
+        return rope.apply_rope_and_write_kv(heads, kv, written).flatten(1)
+
+    before, angles = torch.randn(2, model.config.hidden_size), model.layer_angles(written)[layer]
+    with by_triton(), torch.inference_mode():
+        twin = model.layers[layer](before.clone(), angles, attend, None)
+        logits = model.logits(twin.clone())
+        for form in {id(one.form): one.form for one in model.modules() if isinstance(one, Linear)}.values():
+            assert isinstance(form, DeviceForm) and form.few_rows == 0, "no GPU, no trial"
+            form.few_rows = 2
+        found = before.clone()
+        with counting() as counts:
+            model.layers[layer](found, angles, attend, None)
+        few_logits = model.logits(twin.clone())
+    assert " ".join(counts.names) == expected
+    close = 0.02 * float((twin - before).std())
+    torch.testing.assert_close(found, twin, rtol=0, atol=4 * close)
+    torch.testing.assert_close(few_logits, logits, rtol=0, atol=0.1 * float(logits.std()))
+    assert (found - twin).std() < close
 
 
 @only_interpreted

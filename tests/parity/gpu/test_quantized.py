@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from armature_kernels.linear import device_fp8, device_int4, device_int8
-from armature_kernels.linear.device_fp8 import DeviceFp8Factory, multiplies_fp8, quantize_fp8
+from armature_kernels.linear.device_fp8 import DeviceFp8Factory, multiplies_blocks, multiplies_fp8, quantize_fp8
 from armature_kernels.linear.device_int4 import DeviceInt4Factory, dequantize_torch
 from armature_kernels.linear.device_int8 import DeviceInt8Factory
-from armature_kernels.linear.layout import MIN_FP8_CAPABILITY
+from armature_kernels.linear.layout import BLOCKS_CAPABILITY, MIN_FP8_CAPABILITY
 from armature_kernels.triton.elementwise import dequantize
 from armature_kernels.triton.linear import quantize_rows
 from compiled_kernels import CAPABILITIES, compile_all
@@ -115,6 +115,10 @@ def test_rows_are_quantized_to_e4m3_as_torch_does(gpu: torch.device) -> None:
     x[4], x[7], x[8], x[8, -1] = 0, (ordered / 2).clamp(max=448), -ordered / 1024, 448
     (codes, scales), (known, own) = quantize_rows(x.to(gpu)), quantize_fp8(x.to(gpu))
     assert torch.equal(codes.float(), known.float()) and torch.equal(scales, own)
+    grouped, (codes, scales) = x[:, :1024].contiguous().to(gpu), quantize_fp8(x[:, :1024].to(gpu), 128)
+    found, own = quantize_rows(grouped, 128, padding=3)
+    assert found.shape == (12, 1024) and own.stride() == (1, 12)
+    assert torch.equal(found[:9].float(), codes.float()) and torch.equal(own[:9], scales)
     x[5, 7], x[6, 1050] = torch.nan, -torch.inf
     assert quantize_rows(x.to(gpu))[1].isnan().flatten().tolist() == [row in (5, 6) for row in range(9)]
 
@@ -146,7 +150,8 @@ def test_torchs_product_and_what_is_written_out_agree_on_a_gpu(gpu: torch.device
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "block"), [(4096, 4096, None), (6144, 4096, (1024, 4096)), (48, 80, None)]
+    ("outputs", "inputs", "block"),
+    [(4096, 4096, None), (6144, 4096, (1024, 4096)), (48, 80, None), (6144, 4096, (128, 128))],
 )
 @torch.inference_mode()
 def test_many_rows_are_multiplied_in_e4m3_on_a_gpu(
@@ -154,7 +159,9 @@ def test_many_rows_are_multiplied_in_e4m3_on_a_gpu(
 ) -> None:
     if torch.cuda.get_device_capability() < MIN_FP8_CAPABILITY:
         pytest.skip("this GPU has no products of E4M3")
-    assert multiplies_fp8(gpu, torch.bfloat16)
+    if block == (128, 128) and torch.cuda.get_device_capability() != BLOCKS_CAPABILITY:
+        pytest.skip("this GPU has no products of blocks")
+    assert (multiplies_blocks if block == (128, 128) else multiplies_fp8)(gpu, torch.bfloat16)
     weight, x = torch.randn(outputs, inputs, device=gpu), torch.randn(300, inputs, device=gpu).bfloat16()
     form = DeviceFp8Factory(gpu, torch.bfloat16, block).empty_form(outputs, inputs, torch.randn(outputs).bfloat16())
     if block is None:
@@ -163,8 +170,9 @@ def test_many_rows_are_multiplied_in_e4m3_on_a_gpu(
         form.fill_stored(
             0,
             (weight * 50).to(torch.float8_e4m3fn).view(torch.uint8),
-            torch.rand(outputs // block[0], 1, device=gpu).repeat_interleave(block[0], 0),
+            torch.rand(outputs // block[0], inputs // block[1], device=gpu).repeat_interleave(block[0], 0),
         )
-    codes, scales = quantize_fp8(x)
-    exact = F.linear(codes.float() * scales, form.dequantized().float(), form.bias.float())  # type: ignore[union-attr]
+    group = 128 if block == (128, 128) else inputs
+    codes, scales = quantize_fp8(x, group)
+    exact = F.linear(codes.float() * scales.repeat_interleave(group, 1), form.dequantized().float(), form.bias.float())  # type: ignore[union-attr]
     torch.testing.assert_close(form.multiply(x).float(), exact, rtol=2**-6, atol=float(exact.std()) * 2**-6)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import NoRecipe, PlanImpossible
+from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Cgroup, CudaDevice, Facts, Needs
 from app.hardware.plan import memory_budget
 from app.hardware.plan.plan import ServingPlan, make_plan
@@ -244,6 +245,19 @@ def test_how_a_gpu_makes_its_steps(recorded: Recorded, llama_1b: Needs) -> None:
     assert (apple.steps.compile, apple.weights.kernels, apple.weights.kernel_folder) == (False, "metal", None)
     with pytest.raises(PlanImpossible, match="compile is on, but on mps nothing can be captured"):
         chosen(recorded("mac-m4-pro"), llama_1b, compile="on", device="mps")
+
+
+def test_a_gpu_quantizes_nothing_unasked_for_its_speed(recorded: Recorded, llama_1b: Needs) -> None:
+    """No cost in quality is measured there, so none is known to be within the budget."""
+    threads = chosen(recorded("h200"), llama_1b).cpu.threads
+    rates = {"bf16": 20.0, "int8": 40.0, "int4": 70.0}
+    trials = [
+        TrialTimes(name, threads, {1: 1 / rate, 8: 1 / rate}, {256: 0.1, 2048: 0.5}) for name, rate in rates.items()
+    ]
+    decision = make_plan(recorded("h200"), Measurements(trials=tuple(trials)), Settings(), llama_1b, ON_GPUS).decisions[
+        "precision"
+    ]
+    assert decision.value == "bf16" and "What int4 would cost in quality is not measured on a GPU" in decision.reason
 
 
 def test_keys_and_values_in_int8_on_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
