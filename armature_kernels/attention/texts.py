@@ -188,7 +188,7 @@ def _flash_trial(device: torch.device, synchronize: Callable[[], None]) -> tuple
     ends = torch.tensor(_TRIAL_ENDS, dtype=torch.int32, device=device)
     source = torch.Generator(device).manual_seed(0)
     heads = torch.randn(_TRIAL_ENDS[-1], 48, 128, generator=source, device=device).to(torch.bfloat16)
-    query, key, value = heads.split((32, 8, 8), 1)
+    query, key, value = heads[:, :32], heads[:, 32:40], heads[:, 40:]
     seconds = []
     for _ in range(5):
         synchronize()
