@@ -166,7 +166,7 @@ def _largest(row_numbers, temperature):
 
 @triton.jit
 def _last_to_arrive(row_numbers):
-    """Return True in the last program of a row; it sees what all others have written."""
+    """Return True in the last program of a row; it sees what all others have written, by relaxed operations too."""
     tl.debug_barrier()
     last = tl.atomic_add(row_numbers + _ARRIVED, 1, sem="acq_rel") == tl.num_programs(1) - 1
     if last:
@@ -195,8 +195,8 @@ def _likeliest(
         ranks = _rank(values)
         best = tl.maximum(best, tl.where(ids < end, (ranks << 31) + (2147483647 - ids), 0))
         smallest = tl.maximum(smallest, tl.where(values > float("-inf"), 4294967296 - ranks, 0))
-    tl.atomic_max(row_numbers + _BEST, tl.max(best, 0))
-    tl.atomic_max(row_numbers + _SMALLEST, tl.max(smallest, 0))
+    tl.atomic_max(row_numbers + _BEST, tl.max(best, 0), sem="relaxed")
+    tl.atomic_max(row_numbers + _SMALLEST, tl.max(smallest, 0), sem="relaxed")
     if _last_to_arrive(row_numbers):
         best_one = tl.load(row_numbers + _BEST)
         largest = _float(best_one >> 31)
@@ -243,10 +243,10 @@ def _narrow(
             above += (scores >= high).to(tl.int32)
             mass_above += tl.where(scores >= high, one, 0)
             mass += tl.where(scores >= low, one, 0)
-        tl.atomic_add(row_numbers + _COUNTS + tl.arange(0, _BINS), counts.to(tl.int64), mask=counts > 0)
-        tl.atomic_add(row_numbers + _COUNT_ABOVE, tl.sum(above, 0).to(tl.int64))
-        tl.atomic_add(row_numbers + _MASS_ABOVE, tl.sum(mass_above, 0))
-        tl.atomic_add(row_numbers + _MASS, tl.sum(mass, 0))
+        tl.atomic_add(row_numbers + _COUNTS + tl.arange(0, _BINS), counts.to(tl.int64), mask=counts > 0, sem="relaxed")
+        tl.atomic_add(row_numbers + _COUNT_ABOVE, tl.sum(above, 0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(row_numbers + _MASS_ABOVE, tl.sum(mass_above, 0), sem="relaxed")
+        tl.atomic_add(row_numbers + _MASS, tl.sum(mass, 0), sem="relaxed")
         if _last_to_arrive(row_numbers):
             top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
             _choose_range(row_numbers, low, high, largest, top_k, top_p, vocab, most_listed)
@@ -268,7 +268,7 @@ def _choose_range(
     by_count = (top_k > 0) & (top_k < vocab)
     # Bounds of the sum in each interval; a count is exact.
     least = tl.where(by_count, counts, counts * _mass(edges - slack, largest, vocab))
-    most = tl.where(by_count, counts, counts * (_mass(edges + step + slack, largest, vocab) + 1))
+    most = tl.where(by_count, counts, counts * (_mass(tl.minimum(edges + step + slack, largest), largest, vocab) + 1))
     top = tl.where(by_count, above, mass_above)
     whole = tl.where(by_count, above + tl.sum(counts, 0), mass)
     # Bounds of the sum from each interval on, summed from above, and as what the intervals below leave.
@@ -321,16 +321,18 @@ def _threshold(
             inside = (scores >= low) & (scores < high)
             number = tl.sum(inside.to(tl.int32), 0)
             if number > 0:
-                at = tl.atomic_add(row_numbers + _LENGTH, number.to(tl.int64)) - 1 + tl.cumsum(inside.to(tl.int32), 0)
+                begun = tl.atomic_add(row_numbers + _LENGTH, number.to(tl.int64), sem="relaxed")
+                at = begun + tl.cumsum(inside.to(tl.int32), 0) - 1
                 tl.store(row_list + at, scores, mask=inside & (at < most_listed))
                 ranks = _rank(scores)
-                tl.atomic_max(row_numbers + _LAST_LISTED, tl.max(tl.where(inside, ranks, 0), 0))
-                tl.atomic_max(row_numbers + _FIRST_LISTED, tl.max(tl.where(inside, 4294967296 - ranks, 0), 0))
+                last, first = tl.where(inside, ranks, 0), tl.where(inside, 4294967296 - ranks, 0)
+                tl.atomic_max(row_numbers + _LAST_LISTED, tl.max(last, 0), sem="relaxed")
+                tl.atomic_max(row_numbers + _FIRST_LISTED, tl.max(first, 0), sem="relaxed")
             one = _mass(scores, largest, vocab)
             above += (scores >= high).to(tl.int32)
             mass_above += tl.where(scores >= high, one, 0)
-        tl.atomic_add(row_numbers + _COUNT_ABOVE, tl.sum(above, 0).to(tl.int64))
-        tl.atomic_add(row_numbers + _MASS_ABOVE, tl.sum(mass_above, 0))
+        tl.atomic_add(row_numbers + _COUNT_ABOVE, tl.sum(above, 0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(row_numbers + _MASS_ABOVE, tl.sum(mass_above, 0), sem="relaxed")
         if _last_to_arrive(row_numbers):
             _find_thresholds(
                 row_logits, row_list, row_numbers, _temperature(temperatures, row), tl.load(top_ks + row),
