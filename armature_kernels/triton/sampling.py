@@ -8,8 +8,8 @@ Exponentials are summed as fixed-point numbers, so the order of the sums changes
 A filter's threshold is one of the scores. Two passes narrow the range in which it lies: a histogram gives the number of
 scores in each of 256 intervals, and so bounds of their exponentials' sums. Then the scores of the range are listed, and
 one program searches the list. If they are too many, it searches the whole row, which is slow: many different scores
-in less than a thousandth of the row's range, or more than a thousand tokens by top_k together with top_p. Rows without
-filters skip all of that.
+in less than a thousandth of the row's range, or more than 1,500 tokens by top_k together with top_p. Rows without
+filters skip all of that. The parameters are views of a step's buffer: one compiled kernel serves any alignment.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _WARPS, _SEARCH_WARPS = 8, 16
 _LISTED = 2048  # most scores of a row that are listed
 _FEW_ROWS, _BLOCKS_OF_MANY = 32, 8  # blocks of a part if there are more rows: enough programs, and fewer merges
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # sampling parameters, in the order of the kernel's arguments
-# Views of a step's buffer have any alignment; one compiled kernel serves all.
-_UNALIGNED = (*(f"{name}s" for name in _COLUMNS), "uniforms")
 
 _NAN_RANK = tl.constexpr(2**32 - 1)
 _WIDEST = tl.constexpr(32.0)  # scores so far below the largest have a fixed-point exponential of 0
