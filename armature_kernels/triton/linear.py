@@ -17,7 +17,9 @@ from armature_kernels.triton.elementwise import apply_activation
 from armature_kernels.triton.launch import launch_options, wait_for_inputs
 
 _CONVERTED = 1024  # inputs of a block that are dequantized or quantized
-_FEW_ROWS, _MANY_ROWS, _INPUTS = 16, 64, 128  # of a block
+# Rows and inputs of a block. Few rows leave memory for more inputs, of which a multiprocessor must have asked for many to
+# read as fast as it can.
+_FEW_ROWS, _FEW_ROWS_INPUTS, _MANY_ROWS, _MANY_ROWS_INPUTS = 16, 256, 64, 128
 # Outputs of a block: few for small weights, so that each of a large GPU's 130 multiprocessors has blocks.
 _FEW_OUTPUTS, _MANY_OUTPUTS, _MANY_BLOCKS = 16, 64, 256
 
@@ -96,7 +98,8 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, i
     )
     out = x.new_empty(rows, outputs)
     height, width = block
-    rows_of_block = _FEW_ROWS if rows <= _FEW_ROWS else _MANY_ROWS
+    is_few = rows <= _FEW_ROWS
+    rows_of_block = _FEW_ROWS if is_few else _MANY_ROWS
     outputs_of_block = _MANY_OUTPUTS if outputs >= _MANY_OUTPUTS * _MANY_BLOCKS else _FEW_OUTPUTS
     grid = (triton.cdiv(outputs, outputs_of_block), triton.cdiv(rows, rows_of_block))
     _multiply_codes[grid](
@@ -111,7 +114,7 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, i
         width,
         ROWS=rows_of_block,
         OUTPUTS=outputs_of_block,
-        INPUTS=inputs_of_block(inputs, width, _INPUTS),
+        INPUTS=inputs_of_block(inputs, width, _FEW_ROWS_INPUTS if is_few else _MANY_ROWS_INPUTS),
         num_warps=4,
         num_stages=4,
         **launch_options(),
