@@ -26,6 +26,7 @@ _MIN_CAPABILITY = (
     8,
     0,
 )  # compute capability of Ampere, the first with bfloat16 products, flash attention and four-bit products
+_FLASH_3_CAPABILITY = 9  # Hopper's, for which FlashAttention 3 is made
 _SHARED_POOL = (0, 0)  # torch's name of the memory that is no captured step's
 # Libraries, graphs and Triton kernels allocate memory outside of torch's allocator. They report out of memory as plain
 # errors.
@@ -72,6 +73,8 @@ class CudaBackend:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        if capability[0] == _FLASH_3_CAPABILITY:
+            text_attention.use_flash_3_if_faster(self.device, self.synchronize)
         self._recording = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 

@@ -8,12 +8,16 @@ caps, biases, or KV pages of our size (pytorch/pytorch#175924). The Triton promp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import attention as attention_backends
 
 from armature_kernels.attention.attention import KvRows, QkvHeads, head_addresses
 from armature_kernels.attention.context import AttentionSpec
@@ -23,6 +27,7 @@ from armature_kernels.native.arguments import OpCode, TextAttentionArguments
 from armature_kernels.native.memory import Int64Buffer, empty
 from armature_kernels.native.operations import has_kernel, run_operation
 
+_LOG = logging.getLogger(__name__)
 _MAX_HEAD_DIM, _MAX_QUERIES_PER_KV_HEAD = 512, 64  # csrc/texts.h
 _UNBOUNDED = 2**40  # more than any text has
 
@@ -148,6 +153,50 @@ _flash = torch.ops.aten._flash_attention_forward.default
 
 _MAX_TORCH_FLASH_HEAD_DIM, _HEAD_MULTIPLE = 256, 8  # flash_api.cpp, mha_varlen_fwd
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+_FLASH_3 = "flash_attn_interface"  # the module of FlashAttention 3, which torch can call in place of its own
+_TRIAL_ENDS = (0, 2048, 2148)  # of its trial's prompts
+
+
+def use_flash_3_if_faster(device: torch.device, synchronize: Callable[[], None]) -> None:
+    """Let FlashAttention 3 compute torch's flash attention, if it is installed, and equal and faster on this device.
+
+    The operator stays the same. cuDNN has no such choice: torch 2.13 builds a plan at each call of packed sequences.
+    """
+    if find_spec(_FLASH_3) is None:
+        return
+    own, seconds = _flash_trial(device, synchronize)
+    faster = seconds
+    try:
+        attention_backends.activate_flash_attention_impl("FA3")
+        other, faster = _flash_trial(device, synchronize)
+        why = "" if torch.allclose(own, other, rtol=2**-6, atol=2**-6) else "its result differs"
+    except (ImportError, OSError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {error}"
+    if not why and faster >= seconds:
+        why = "it is not faster"
+    if why:
+        attention_backends.restore_flash_attention_impl(_raise_warn=False)
+    times = (1e6 * seconds, 1e6 * faster)
+    used = f"not used ({why})" if why else "used"
+    _LOG.info("prompts' attention: torch's own takes %.0f µs, FlashAttention 3 %.0f µs: %s", *times, used)
+
+
+def _flash_trial(device: torch.device, synchronize: Callable[[], None]) -> tuple[Tensor, float]:
+    """Return the attention of two prompts in BF16, 32 heads and 8 KV heads of 128 elements, and its least seconds."""
+    ends = torch.tensor(_TRIAL_ENDS, dtype=torch.int32, device=device)
+    source = torch.Generator(device).manual_seed(0)
+    heads = torch.randn(_TRIAL_ENDS[-1], 48, 128, generator=source, device=device).to(torch.bfloat16)
+    query, key, value = heads[:, :32], heads[:, 32:40], heads[:, 40:]
+    seconds = []
+    for _ in range(5):
+        synchronize()
+        began = time.perf_counter()
+        result = torch_flash_attention(query, key, value, (ends, _TRIAL_ENDS[1]), AttentionSpec(128**-0.5))
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+    return result, min(seconds)
 
 
 def torch_flash_supports(dtype: torch.dtype, head_dim: int, spec: AttentionSpec) -> bool:

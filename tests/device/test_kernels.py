@@ -7,6 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from app.engine.sampling.rows import (
+    SamplingTensors,
+    sample_greedy,
+    sample_greedy_torch,
+    sample_random,
+    sample_random_torch,
+)
 from armature_kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.paged import PAGE_TOKENS, paged_attention_torch
@@ -52,6 +59,30 @@ def test_products_add_to_the_stream_themselves() -> None:
     expected = hidden + x.to(BF16).float() @ weight.to(BF16).float().t()
     device.fused_addmm(hidden, x.to(BF16), weight.to(BF16))
     torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-2)
+
+
+def test_recorded_sampling_draws_what_the_reference_draws() -> None:
+    """At each replay: programs of a row meet in memory that the graph clears."""
+    rows, vocab = 64, 128_256
+    logits = (torch.randn(rows, vocab, device="cuda") * 3).to(BF16)
+    columns = {
+        "temperature": torch.tensor([0.0, 0.7, 1.0, 1.5] * 16, device="cuda"),
+        "top_k": torch.tensor([0, 50, 0, 3000] * 16, dtype=torch.int32, device="cuda"),
+        "top_p": torch.tensor([1.0, 0.9, 0.95, 1.0] * 16, dtype=torch.float64, device="cuda"),
+        "min_p": torch.zeros(rows, device="cuda"),
+    }
+    drawing = SamplingTensors(columns, torch.rand(rows, dtype=torch.float64, device="cuda"))
+    sample_random(logits, drawing)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found, greedy = sample_random(logits, drawing), sample_greedy(logits)
+    for _ in range(20):
+        logits.copy_(torch.randn(rows, vocab, device="cuda") * 3)
+        graph.replay()
+        expected = sample_random_torch(logits, drawing)
+        # A border may round differently: a float32 sum has an error of 1e-7 of the whole.
+        assert (found != expected).sum() <= 1
+        assert torch.equal(greedy, sample_greedy_torch(logits))
 
 
 def test_a_recorded_layer_reads_what_is_there_when_it_is_replayed() -> None:

@@ -108,7 +108,15 @@ def measured(prepared: Prepared, rows: int, num_steps: int) -> dict[str, Any]:
 
     from app.engine.build import BuildRequest
     from app.engine.decoder.build import build_device_decoder_engine
+    from app.engine.sampling.rows import SamplingTensors, sample_random, tensor_columns
     from app.weights.checkpoint import Checkpoint
+
+    def sampling(num_rows: int) -> float:
+        device = built.backend.device
+        logits = 3 * torch.randn(num_rows, checkpoint.decoder.vocab_size, dtype=torch.bfloat16, device=device)
+        columns = tensor_columns([SamplingParams(**RULES["top_k and top_p"])] * num_rows, device)
+        drawing = SamplingTensors(columns, torch.rand(num_rows, dtype=torch.float64, device=device))
+        return replay_seconds(built.backend, built.backend.capture(lambda: sample_random(logits, drawing)))
 
     checkpoint, plan = prepared.checkpoint, prepared.plan
     assert isinstance(checkpoint, Checkpoint), "a decoder's"
@@ -127,6 +135,7 @@ def measured(prepared: Prepared, rows: int, num_steps: int) -> dict[str, Any]:
             "rules": rules,
             "long_context": steps.decode(rows, longest) / step,
             "first_token_seconds": steps.first_token(),
+            "sampling_seconds": {str(num_rows): sampling(num_rows) for num_rows in (1, 64)},
         }
 
 
@@ -136,13 +145,17 @@ def device_time(built: Any, rows: int, step: float) -> dict[str, Any]:
     captured = None if shape is None else built.runner.graphs.captured.get(shape)
     if captured is None:
         return {"reason": built.runner.graphs.reason or "not captured"}
-    built.backend.synchronize()
+    device = replay_seconds(built.backend, captured)
+    return {"device_seconds": device, "idle": max(0.0, 1 - device / step)}
+
+
+def replay_seconds(backend: Any, captured: Any) -> float:
+    backend.synchronize()
     began = time.perf_counter()
     for _ in range(REPLAYS):
         captured.replay()
-    built.backend.synchronize()
-    device = (time.perf_counter() - began) / REPLAYS
-    return {"device_seconds": device, "idle": max(0.0, 1 - device / step)}
+    backend.synchronize()
+    return (time.perf_counter() - began) / REPLAYS
 
 
 if __name__ == "__main__":

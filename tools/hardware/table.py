@@ -108,6 +108,8 @@ def step_rows(found: Mapping[str, Any], why: str) -> Iterable[Row]:
     rules = found.get("rules", {})
     for name in RULES:
         yield Row(f"a step of 64, one with {name}, over greedy ones", "times", rules.get(name), most=1.15, why=why)
+    for rows, seconds in found.get("sampling_seconds", {}).items():
+        yield Row(f"top_k and top_p of {rows} rows of logits", "µs", 1e6 * seconds)
     longest = found.get("long_context")
     yield Row("a step of 64, one with a context of nearly 8,192, over short ones", "times", longest, most=1.15, why=why)
     first = found.get("first_token_seconds")

@@ -45,7 +45,11 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
 _MIN_CHECKPOINT_TOKENS, _MAX_CHECKPOINT_TOKENS = 128, 512
-_WARM_UP_DECODES = 3  # decode steps of the warm-up on a GPU, one for each sampling mode
+# Decodes of the warm-up on a GPU, all of one token: each sampling mode, for logits as computed and, by rules, in FP32.
+_WARM_UP_SAMPLING = (
+    *(SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)),
+    *(SamplingParams(temperature=0.0, logprobs=1), SamplingParams(top_p=0.9, logprobs=1)),
+)
 
 
 def build_decoder_engine(
@@ -296,7 +300,8 @@ def warm_up_device_decoder(runner: DeviceDecoderRunner, max_batch_tokens: int) -
 
     A step of the largest size that does not fit in device memory is logged now, not a failed request later.
     """
-    most = min(max_batch_tokens, runner.kv_cache.capacity_tokens, runner.kv_cache.shape.max_len) - _WARM_UP_DECODES
+    # One token is left for the decodes.
+    most = min(max_batch_tokens, runner.kv_cache.capacity_tokens, runner.kv_cache.shape.max_len) - 1
     _run_prompt_and_decodes(runner, max(1, min(WARM_UP_TOKENS, most)))
     while most > WARM_UP_TOKENS:
         try:
@@ -317,7 +322,7 @@ def _run_prompt_and_decodes(runner: DeviceDecoderRunner, tokens: int) -> None:
         for start, end in ((0, half), (half, tokens)):
             if start < end:
                 _run_warm_up(runner, ScheduledSpan(sequence, start, end - start, 0, None, 0, samples=end == tokens))
-        for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)):
+        for params in _WARM_UP_SAMPLING:
             if tokens < runner.kv_cache.shape.max_len:
                 decoding = _warm_up_sequence(tokens + 1, params)
                 _run_warm_up(runner, ScheduledSpan(decoding, tokens, 1, 0, None, 0, samples=True))

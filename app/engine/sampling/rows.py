@@ -4,7 +4,7 @@
 Triton kernel. A new parameter is a row there, its effect in `_filter`, and its effect in the Triton kernel.
 
 Every filter is a threshold, so tied tokens stay together. The CPU finds it by sorting, a device by bisection over the
-bits of a float, which is exact and needs no host values, so it can be captured.
+bits of a float, which is exact and needs no host values, so it can be captured. Triton's kernels narrow the range first.
 
 Random numbers depend only on a seed and a position, so neither the batch nor a preemption changes a token.
 """
@@ -300,6 +300,14 @@ class SamplingTensors:
 
 def sample_greedy(logits: Tensor) -> Tensor:
     """Return the first most likely id of logits [rows, vocab], int64 [rows]; `NOT_FINITE` if its logit is not finite."""
+    if triton_usable(logits):
+        from armature_kernels.triton.sampling import likeliest_ids
+
+        return likeliest_ids(logits)
+    return sample_greedy_torch(logits)
+
+
+def sample_greedy_torch(logits: Tensor) -> Tensor:
     best, ids = logits.max(-1)  # faster than `argmax` in bfloat16
     return torch.where(best.isfinite(), ids, NOT_FINITE)
 
@@ -309,12 +317,12 @@ def sample_random(logits: Tensor, sampling: SamplingTensors, filtered: bool = Tr
     if triton_usable(logits):
         from armature_kernels.triton.sampling import sample_rows
 
-        return sample_rows(logits, sampling.columns, sampling.uniforms)
+        return sample_rows(logits, sampling.columns, sampling.uniforms, filtered)
     return sample_random_torch(logits, sampling, filtered)
 
 
 def sample_random_torch(logits: Tensor, sampling: SamplingTensors, filtered: bool = True) -> Tensor:
-    likeliest = sample_greedy(logits)
+    likeliest = sample_greedy_torch(logits)
     filters = [column.name for column in FILTERS] if filtered else []
     probs = _filter(logits.to(torch.float32, copy=True), sampling.columns, filters, _BY_BISECTION)
     drawn = multinomial_on_device(probs, sampling.uniforms)

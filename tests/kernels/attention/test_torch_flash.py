@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,3 +88,50 @@ def test_the_operator_takes_these_words() -> None:
     ]
     assert [name for name, named in arguments if not named] == positional
     assert {("scale", True), ("window_size_left", True), ("window_size_right", True)} <= set(arguments)
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "result", "told"),
+    [
+        (150.0, 1.0, "torch's own takes 200 µs, FlashAttention 3 150 µs: used"),
+        (200.0, 1.0, "200 µs: not used (it is not faster)"),
+        (150.0, 1.1, "not used (its result differs)"),
+        (None, 1.0, "not used (ImportError: planted)"),
+    ],
+)
+def test_flash_attention_3_is_used_if_it_is_equal_and_faster(
+    microseconds: float | None,
+    result: float,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock, active = [0.0], [False]
+
+    def flash(query: torch.Tensor, *words: Any, **named: Any) -> tuple[torch.Tensor]:
+        assert query.shape == (2148, 32, 128) and query.dtype == torch.bfloat16
+        clock[0] += 1e-6 * (microseconds or 0.0) if active[0] else 200e-6
+        return (torch.full((4,), result if active[0] else 1.0),)
+
+    def activate(name: str) -> None:
+        active[0] = name == "FA3"
+        if microseconds is None:
+            raise ImportError("planted")
+
+    monkeypatch.setattr(texts, "_flash", flash)
+    monkeypatch.setattr(texts, "find_spec", lambda name: name)
+    monkeypatch.setattr(texts, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(texts.attention_backends, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(
+        texts.attention_backends, "restore_flash_attention_impl", lambda _raise_warn: active.__setitem__(0, False)
+    )
+    with caplog.at_level("INFO"):
+        texts.use_flash_3_if_faster(torch.device("cpu"), lambda: None)
+    assert told in caplog.text
+    assert active == [told.endswith("µs: used")]
+
+
+def test_without_its_package_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "_flash_trial", pytest.fail)
+    texts.use_flash_3_if_faster(torch.device("cpu"), lambda: None)
+    assert texts.attention_backends.list_flash_attention_impls().count("FA3") == 1, "torch's name of it"

@@ -47,8 +47,14 @@ def test_four_bits_are_held_against_sixteen() -> None:
 
 
 def test_steps_with_rules_are_held_against_greedy_ones() -> None:
-    found = {"rules": {"log-probabilities": 1.1, "min_tokens": 1.3}, "first_token_seconds": 0.004}
-    holds = {row.name: row.holds for row in rows_of({"steps": found}, {})}
+    found = {
+        "rules": {"log-probabilities": 1.1, "min_tokens": 1.3},
+        "first_token_seconds": 0.004,
+        "sampling_seconds": {"64": 6e-5},
+    }
+    rows = rows_of({"steps": found}, {})
+    holds = {row.name: row.holds for row in rows}
+    assert [row.value for row in rows if row.name == "top_k and top_p of 64 rows of logits"] == [pytest.approx(60)]
     assert holds["a step of 64, one with log-probabilities, over greedy ones"] is True
     assert holds["a step of 64, one with min_tokens, over greedy ones"] is False
     assert holds["first token of 512, of the engine"] is True

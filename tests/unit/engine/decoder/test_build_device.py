@@ -157,8 +157,8 @@ def test_the_largest_step_is_tried_and_what_does_not_fit_is_reported(
 
     monkeypatch.setattr(built.runner._forward, "logits", scarce)
     warm_up_device_decoder(built.runner, 10_000)
-    assert max(tokens) == 256, "nearly a whole context, of which the last tokens come by themselves, padded"
-    assert "A step of 253 tokens needs more memory than the device has (planted)" in caplog.text
+    assert max(tokens) == 256, "nearly a whole context, of which the last token comes by itself, padded"
+    assert "A step of 255 tokens needs more memory than the device has (planted)" in caplog.text
     assert built.runner.kv_cache.num_free_pages * 64 == built.runner.kv_cache.capacity_tokens
 
 
