@@ -68,11 +68,11 @@ class Asked:
 ASKED: tuple[Asked, ...] = (
     Asked("memory copy, both ways", "TB/s", "llama-1b bf16", "memory copy, both ways", scale=1e-3),
     Asked("products in BF16", "TFLOP/s", "llama-1b bf16", "products, bfloat16", scale=1e-3),
-    Asked("llama-1b BF16 decode ×1, of the copy bandwidth", "share", "llama-1b bf16", "decode ×1", "of read", least=0.6),
+    Asked("llama-1b BF16 decode ×1, of the copy bandwidth", "share", "llama-1b bf16", "decode ×1", "of read", least=0.75),
     Asked("llama-1b BF16 decode ×1", "tok/s", "llama-1b bf16", "decode ×1", "tok/s"),
     Asked("llama-1b BF16 decode ×64", "tok/s", "llama-1b bf16", "decode ×64", "tok/s", least=25_000),
     Asked("llama-1b BF16 prefill 8 × 2,048, of the product rate", "share", "llama-1b bf16", "prefill 8 × 2048",
-          "of products", least=0.5),
+          "of products", least=0.6),
     Asked("llama-8b BF16 decode ×1, of the copy bandwidth", "share", "llama-8b bf16", "decode ×1", "of read", least=0.75),
     Asked("llama-8b BF16 decode ×1", "tok/s", "llama-8b bf16", "decode ×1", "tok/s"),
     Asked("llama-8b int4 decode ×1", "tok/s", "llama-8b int4", "decode ×1", "tok/s"),
