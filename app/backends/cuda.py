@@ -5,9 +5,10 @@ Verified on an H200 (docs/hardware.md). All work is submitted to PyTorch's curre
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,11 +17,18 @@ from app.backends.base import CapturedGraph, DeviceEvent
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from armature_kernels.attention import texts as text_attention
-from armature_kernels.attention.attention import KvRows, QkvHeads
+from armature_kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
 from armature_kernels.attention.context import AttentionSpec
-from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_heads_torch, attend_texts_padded_torch
-from armature_kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv
-from armature_kernels.triton.support import triton_usable, unavailable_reason
+from armature_kernels.attention.paged import (
+    PAGE_TOKENS,
+    PackedTexts,
+    PagedStep,
+    attend_heads_torch,
+    attend_texts_padded_torch,
+    paged_attention_torch,
+)
+from armature_kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv, apply_rope_to_qkv_torch
+from armature_kernels.triton.support import agrees_with_reference, triton_usable, unavailable_reason
 
 _MIN_CAPABILITY = (
     8,
@@ -102,36 +110,8 @@ class CudaBackend:
         """
         if not triton_usable(heads.product) or spec.slopes is not None or spec.sinks is not None:
             return attend_heads_torch(heads, kv, written, step, spec)
-        from armature_kernels.triton import rope
-        from armature_kernels.triton.attention import attend_decodes
-        from armature_kernels.triton.prompts import attend_prompts, gather_fresh_kv
-
-        prompts = len(step.slots) > step.num_decodes
-        if not heads.has_plain_norm:
-            query = apply_rope_and_write_kv(heads, kv, written)
-            heads = QkvHeads(query.flatten(1), heads.num_heads, 0, heads.head_dim)
-        elif prompts:
-            query = rope.apply_rope_and_write_kv(heads, kv, written, step.num_decodes)
-        else:
-            query = heads.split()[0]
-        by_flash = (
-            prompts
-            and step.fresh
-            and text_attention.torch_flash_supports(query.dtype, query.shape[2], spec)
-            and kv.keys.dtype == query.dtype
-        )
-        if by_flash:
-            key, value = gather_fresh_kv(kv, step, len(query))
-            result = text_attention.torch_flash_attention(
-                query, key, value, (step.starts[step.num_decodes :], step.max_queries), spec
-            )
-        else:
-            result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if step.num_decodes:
-            attend_decodes(heads, kv, written, step, spec, result)
-        if prompts and not by_flash:
-            attend_prompts(query, kv, step, spec, result)
-        return query, result
+        attend = attend_by_kernels if _agrees(heads, kv, spec) else attend_by_reference
+        return attend(heads, kv, written, step, spec)
 
     def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
         """Compute attention within each text. Flash attention has no FP32, soft caps and relative biases."""
@@ -183,3 +163,106 @@ class CudaBackend:
         traceback.clear_frames(error.__traceback__)
         torch.cuda.empty_cache()
         return True
+
+
+def attend_by_kernels(
+    heads: QkvHeads, kv: KvRows, written: Tensor, step: PagedStep, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Compute `CudaBackend.attention` by Triton's kernels and torch's flash attention."""
+    from armature_kernels.triton import rope
+    from armature_kernels.triton.attention import attend_decodes
+    from armature_kernels.triton.prompts import attend_prompts, gather_fresh_kv
+
+    prompts = len(step.slots) > step.num_decodes
+    if not heads.has_plain_norm:
+        query = apply_rope_and_write_kv(heads, kv, written)
+        heads = QkvHeads(query.flatten(1), heads.num_heads, 0, heads.head_dim)
+    elif prompts:
+        query = rope.apply_rope_and_write_kv(heads, kv, written, step.num_decodes)
+    else:
+        query = heads.split()[0]
+    by_flash = (
+        prompts
+        and step.fresh
+        and text_attention.torch_flash_supports(query.dtype, query.shape[2], spec)
+        and kv.keys.dtype == query.dtype
+    )
+    if by_flash:
+        key, value = gather_fresh_kv(kv, step, len(query))
+        result = text_attention.torch_flash_attention(
+            query, key, value, (step.starts[step.num_decodes :], step.max_queries), spec
+        )
+    else:
+        result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if step.num_decodes:
+        attend_decodes(heads, kv, written, step, spec, result)
+    if prompts and not by_flash:
+        attend_prompts(query, kv, step, spec, result)
+    return query, result
+
+
+def attend_by_reference(
+    heads: QkvHeads, kv: KvRows, written: Tensor, step: PagedStep, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Compute `CudaBackend.attention` in plain torch."""
+    query, key, value = apply_rope_to_qkv_torch(heads)
+    if heads.num_kv_heads:
+        kv.write(written, key, value)
+    return query, paged_attention_torch(query, kv, step, spec)
+
+
+def _agrees(heads: QkvHeads, kv: KvRows, spec: AttentionSpec) -> bool:
+    """Return True if the kernels give what torch gives for heads like these; compared when they are first met."""
+    angles = None if heads.angles is None else heads.angles[0].shape[-1]
+    sizes = (heads.num_heads, heads.num_kv_heads, kv.keys.shape[1], heads.head_dim, angles, heads.query_norm is None)
+    rules = (heads.has_plain_norm, heads.value_norm is None, spec.window is None, spec.softcap is None)
+    case = (*sizes, *rules, heads.product.dtype, kv.keys.dtype)
+    return agrees_with_reference("attention over pages", case, lambda: attention_difference(heads, kv, spec))
+
+
+# Queries and contexts of sequences of the comparison: decodes with one part and with several, a row that pads a bucket,
+# and a prompt that continues.
+_COMPARED = ((1, 3), (1, 130), (1, 0), (1, 700), (37, 100))
+
+
+def attention_difference(heads: QkvHeads, kv: KvRows, spec: AttentionSpec) -> float:
+    """Return the largest difference of a made-up step by kernels and by torch, relative to the largest result of its row."""
+    where, kv_heads, size = heads.product.device, kv.keys.shape[1], heads.head_dim
+    generator = torch.Generator(where).manual_seed(0)
+    pages = [-(-length // PAGE_TOKENS) for _, length in _COMPARED]
+    tables, first = torch.zeros(len(_COMPARED), max(pages), dtype=torch.int32, device=where), 1
+    for table, count in zip(tables, pages, strict=True):
+        table[:count] = torch.arange(first, first + count, device=where)
+        first += count
+    own = [range(length - queries, length) if length else (-1,) for queries, length in _COMPARED]
+    places = [(number, at) for number, positions in enumerate(own) for at in positions]
+    # A row that pads is written to page 0.
+    written = torch.tensor(
+        [int(tables[number, at // PAGE_TOKENS]) * PAGE_TOKENS + at % PAGE_TOKENS if at >= 0 else 0 for number, at in places],
+        device=where,
+    )  # fmt: skip
+    starts = torch.tensor([0, *(len(positions) for positions in own)], device=where).cumsum(0).int()
+    lengths = torch.tensor([length for _, length in _COMPARED], dtype=torch.int32, device=where)
+    slots = torch.arange(len(_COMPARED), dtype=torch.int32, device=where)
+    step = PagedStep(tables, slots, starts, lengths, len(_COMPARED) - 1, _COMPARED[-1][0], 700)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=where)
+
+    product = random(len(places), heads.product.shape[1]).to(heads.product.dtype)
+    angle = None if heads.angles is None else random(len(places), 1, heads.angles[0].shape[-1])
+    asked = replace(heads, angles=None if angle is None else (angle.cos(), angle.sin()))
+    past, rows = random(2, first * PAGE_TOKENS, kv_heads, size), torch.arange(first * PAGE_TOKENS, device=where)
+    found = []
+    for attend in (attend_by_reference, attend_by_kernels):
+        memory = torch.zeros(len(rows), token_bytes(kv_heads, size, kv.keys.dtype), dtype=torch.uint8, device=where)
+        own_kv = view_kv_rows(memory, kv_heads, size, kv.keys.dtype)
+        own_kv.write(rows, past[0], past[1])
+        result = attend(replace(asked, product=product.clone()), own_kv, written, step, spec)[1]
+        key, value = own_kv.gather(written[written > 0])
+        found.append([one.float().flatten(1) for one in (result, key, value)])
+    differences = [
+        ((one - twin).abs().amax(1) / twin.abs().amax(1).clamp_min(1e-6)).max().item()
+        for twin, one in zip(*found, strict=True)
+    ]
+    return max(math.inf if math.isnan(one) else one for one in differences)

@@ -10,10 +10,13 @@ import logging
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable, Hashable
 from functools import cache
 from pathlib import Path
 
 from torch import Tensor
+
+_MOST_DIFFERENT = 0.05  # of the largest number of a row: some roundings of BF16
 
 
 def triton_usable(tensor: Tensor) -> bool:
@@ -46,6 +49,28 @@ def _insecure_reason(folder: Path) -> str:
     if status.st_uid not in (os.getuid(), 0):
         return f"belongs to user {status.st_uid}"
     return "may be written by others" if status.st_mode & 0o022 else ""
+
+
+_agreed: dict[tuple[str, Hashable], bool] = {}
+
+
+def agrees_with_reference(kernel: str, case: Hashable, compare: Callable[[], float]) -> bool:
+    """Return True if a kernel gives what its reference gives on this GPU, where it may never have run before.
+
+    `compare` runs both, once for each case, and returns their relative difference. It waits for the device, so the first
+    call for a case must not be captured.
+    """
+    if (kernel, case) not in _agreed:
+        difference = compare()
+        _agreed[kernel, case] = difference <= _MOST_DIFFERENT
+        if not _agreed[kernel, case]:
+            logging.getLogger(__name__).error(
+                "The kernel of %s differs from its reference by %.2g on this GPU, so torch's kernels serve, more slowly. "
+                "Please report this with the GPU's name and the versions of its driver and of torch.",
+                kernel,
+                difference,
+            )
+    return _agreed[kernel, case]
 
 
 @cache

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from app.engine.scheduler.batch import NOT_FINITE, Sequence
 from app.messages import FIRST_VECTOR_ID, SamplingParams
-from armature_kernels.triton.support import triton_usable
+from armature_kernels.triton.support import agrees_with_reference, triton_usable
 
 MIN_TEMPERATURE = (
     1e-6  # smaller temperatures and repetition penalties are raised to it; an overflow would look like a broken model
@@ -40,6 +40,9 @@ _NUCLEUS_WIDTHS = (
 # sum of the bits of a negative float, read as int32, and its index in the ascending order of all floats
 _NEGATIVE_RANK_SUM = -(2**31) - 1
 _RANK_OF_MINUS_INF = _NEGATIVE_RANK_SUM + 2**23  # the index of -inf; 0 has index 0
+_COMPARED_ROWS = (
+    40  # by which the kernels are compared: one may differ, since sums of probabilities are rounded differently
+)
 _BISECTION_ROUNDS, _BISECTION_ROUNDS_TO_ONE = (
     32,
     30,
@@ -300,7 +303,7 @@ class SamplingTensors:
 
 def sample_greedy(logits: Tensor) -> Tensor:
     """Return the first most likely id of logits [rows, vocab], int64 [rows]; `NOT_FINITE` if its logit is not finite."""
-    if triton_usable(logits):
+    if triton_usable(logits) and _kernels_agree(logits):
         from armature_kernels.triton.sampling import likeliest_ids
 
         return likeliest_ids(logits)
@@ -314,11 +317,35 @@ def sample_greedy_torch(logits: Tensor) -> Tensor:
 
 def sample_random(logits: Tensor, sampling: SamplingTensors, filtered: bool = True) -> Tensor:
     """Sample one id per row of logits [rows, vocab], int64 [rows]; `NOT_FINITE` for rows that are not finite."""
-    if triton_usable(logits):
+    if triton_usable(logits) and _kernels_agree(logits):
         from armature_kernels.triton.sampling import sample_rows
 
         return sample_rows(logits, sampling.columns, sampling.uniforms, filtered)
     return sample_random_torch(logits, sampling, filtered)
+
+
+def _kernels_agree(logits: Tensor) -> bool:
+    case = (logits.shape[1], logits.dtype)
+    return agrees_with_reference("sampling", case, lambda: share_sampled_differently(logits))
+
+
+def share_sampled_differently(like: Tensor) -> float:
+    """Return the share of rows that the kernels sample differently, of random rows with the vocabulary and dtype of `like`."""
+    from armature_kernels.triton.sampling import likeliest_ids, sample_rows
+
+    where, rows = like.device, _COMPARED_ROWS
+    generator = torch.Generator(where).manual_seed(0)
+    logits = 3 * torch.randn(rows, like.shape[1], generator=generator, device=where)
+    logits[0, 1] = torch.nan
+    logits, numbers = logits.to(like.dtype), torch.arange(rows, device=where)
+    values = {
+        "temperature": (numbers % 5) / 4, "top_k": numbers % 3 * 20, "top_p": 1 - numbers % 4 / 10, "min_p": numbers % 7 / 100
+    }  # fmt: skip
+    columns = {column.name: values[column.name].to(column.dtype) for column in COLUMNS}
+    uniforms = torch.rand(rows, generator=generator, device=where, dtype=torch.float64)
+    sampled = sample_rows(logits, columns, uniforms, True), likeliest_ids(logits)
+    expected = sample_random_torch(logits, SamplingTensors(columns, uniforms)), sample_greedy_torch(logits)
+    return max(float((one != twin).float().mean()) for one, twin in zip(sampled, expected, strict=True))
 
 
 def sample_random_torch(logits: Tensor, sampling: SamplingTensors, filtered: bool = True) -> Tensor:

@@ -5,6 +5,7 @@ Without a GPU, torch's flash attention is faked.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,11 +22,17 @@ from torch import Tensor
 from app.backends import cuda
 from app.backends.cuda import CudaBackend
 from armature_kernels.attention import texts as flash
-from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
 from armature_kernels.attention.context import AttentionSpec
-from armature_kernels.attention.paged import PAGE_TOKENS, PackedTexts, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.attention.paged import (
+    PAGE_TOKENS,
+    PackedTexts,
+    PagedStep,
+    attend_texts_padded_torch,
+    paged_attention_torch,
+)
 from armature_kernels.elementwise.rope import apply_rope_to_qkv_torch
-from armature_kernels.triton import attention, prompts
+from armature_kernels.triton import attention, prompts, support
 from paged_steps import NOWHERE, Shape, alone, made_step
 from planned_machines import bare_plan
 
@@ -53,6 +60,7 @@ def backend(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
         monkeypatch.setattr(cuda, "triton_usable", lambda tensor: True)
         monkeypatch.setattr(flash, "_flash", played)
         monkeypatch.setattr(attention, "_TARGET_PROGRAMS", 4)
+    monkeypatch.setattr(cuda, "_agrees", lambda *asked: True)
     return CudaBackend(BF16)
 
 
@@ -161,6 +169,51 @@ def test_without_triton_the_references_serve(
     found = backend.attention(alone(query), kv, NOWHERE, step, AttentionSpec(0.3))[1]
     assert served == []
     assert torch.equal(found, paged_attention_torch(query, kv, step, AttentionSpec(0.3)))
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "size", "rotated", "has_norm", "dtype", "kv_dtype", "spec"),
+    [
+        (2, 32, 32, True, BF16, BF16, AttentionSpec(0.2)),
+        (1, 64, 16, False, BF16, torch.int8, AttentionSpec(0.1, window=50, softcap=20.0)),
+        (4, 16, 0, False, torch.float32, torch.float32, AttentionSpec(0.25)),
+    ],
+)
+def test_the_kernels_are_compared_with_the_reference_at_their_first_use(
+    kv_heads: int, size: int, rotated: int, has_norm: bool, dtype: torch.dtype, kv_dtype: torch.dtype,
+    spec: AttentionSpec, gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """A kernel that is wrong on some GPU does not serve there."""
+    monkeypatch.setattr(cuda, "triton_usable", lambda tensor: True)
+    monkeypatch.setattr(attention, "_TARGET_PROGRAMS", 4)
+    monkeypatch.setattr(support, "_agreed", {})
+    norm = torch.linspace(0.5, 1.5, size, device=gpu) if has_norm else None
+    angles = (torch.ones(1, 1, rotated, device=gpu), torch.zeros(1, 1, rotated, device=gpu)) if rotated else None
+    product = torch.randn(1, (4 + 2 * kv_heads) * size, generator=torch.Generator().manual_seed(1)).to(gpu, dtype)
+    heads = QkvHeads(product, 4, kv_heads, size, norm, norm, 1e-5, angles)
+    memory = torch.zeros(2 * PAGE_TOKENS, token_bytes(kv_heads, size, kv_dtype), dtype=torch.uint8, device=gpu)
+    kv = view_kv_rows(memory, kv_heads, size, kv_dtype)
+    assert cuda.attention_difference(heads, kv, spec) < (1e-5 if dtype == torch.float32 else 0.05)
+
+    one = torch.ones(1, dtype=torch.int32, device=gpu)
+    step = PagedStep(one[None], 0 * one, torch.tensor([0, 1], dtype=torch.int32, device=gpu), one, 1, 1, 1)
+    arguments = (heads, kv, torch.full((1,), PAGE_TOKENS, device=gpu), step, spec)
+    by_kernels = CudaBackend(dtype).attention(*arguments)[1]
+    expected = cuda.attend_by_reference(*arguments)[1]
+    torch.testing.assert_close(by_kernels, expected, rtol=2**-6, atol=2**-6)
+    plain, calls = cuda.attend_by_kernels, []
+
+    def wrong(*words: Any) -> tuple[Tensor, Tensor]:
+        calls.append(words)
+        query, result = plain(*words)
+        return query, torch.where(torch.arange(len(result), device=gpu)[:, None, None] == 3, result * 2, result)
+
+    monkeypatch.setattr(cuda, "attend_by_kernels", wrong)
+    monkeypatch.setattr(support, "_agreed", {})
+    for _ in "ab":
+        assert torch.equal(CudaBackend(dtype).attention(*arguments)[1], expected)
+    assert len(calls) == 1, "compared once"
+    assert re.search(r"The kernel of attention over pages differs from its reference by (0\.9|1)", caplog.text)
 
 
 def test_memory_that_serves_captured_steps_alone_is_not_free(

@@ -11,8 +11,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 from torch import Tensor
 
+from app.engine.sampling import rows
 from app.engine.sampling.rows import COLUMNS, SamplingTensors, sample_greedy_torch, sample_random_torch, uniform_number
 from app.engine.scheduler.batch import NOT_FINITE
+from armature_kernels.triton import sampling, support
 from armature_kernels.triton.sampling import _COLUMNS, likeliest_ids, sample_rows
 from compiled_kernels import CAPABILITIES, compile_all
 
@@ -33,6 +35,29 @@ def drawing_of(rows: list[tuple[float, int, float, float]], device: torch.device
     wide = [torch.tensor(values, dtype=torch.float64, device=device) for values in (top_p, uniforms)]
     narrow = torch.tensor(top_k, dtype=torch.int32, device=device)
     return SamplingTensors({"temperature": made[0], "top_k": narrow, "top_p": wide[0], "min_p": made[1]}, wide[1])
+
+
+def test_a_sampler_that_is_wrong_on_this_gpu_does_not_serve(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rows, "triton_usable", lambda tensor: True)
+    monkeypatch.setattr(rows, "_COMPARED_ROWS", 16)
+    monkeypatch.setattr(support, "_agreed", {})
+    logits, drawing = (
+        torch.randn(2, 300, generator=torch.Generator().manual_seed(1)).to(gpu),
+        drawing_of(ROWS[2:4], gpu),
+    )
+    expected, greedy = sample_random_torch(logits, drawing), sample_greedy_torch(logits)
+    assert rows.share_sampled_differently(logits) == 0.0
+    assert torch.equal(rows.sample_random(logits, drawing), expected)
+    monkeypatch.setattr(support, "_agreed", {})
+    monkeypatch.setattr(
+        sampling, "likeliest_ids", lambda logits: torch.zeros(len(logits), dtype=torch.int64, device=gpu)
+    )
+    assert torch.equal(rows.sample_greedy(logits), greedy) and torch.equal(
+        rows.sample_random(logits, drawing), expected
+    )
+    assert caplog.text.count("The kernel of sampling differs from its reference") == 1
 
 
 def drawn(logits: Tensor, drawing: SamplingTensors) -> Tensor:
