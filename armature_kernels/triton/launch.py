@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _MIN_CAPABILITY = 90  # of Hopper, the first with dependent launches
+_MIN_DRIVER = 12_030  # CUDA 12.3, the first that captures them in graphs
 
 
 @cache
@@ -21,7 +23,10 @@ def launch_options() -> dict[str, bool]:
     """Return options of a kernel's launch, and its argument `DEPENDENT`, for the GPU of this process."""
     if triton.knobs.runtime.interpret:
         return {"DEPENDENT": False}
-    dependent = triton.runtime.driver.active.get_current_target().arch >= _MIN_CAPABILITY
+    # A torch without CUDA does not have the function.
+    driver = getattr(torch._C, "_cuda_getDriverVersion", None)
+    is_recent = driver is None or driver() >= _MIN_DRIVER
+    dependent = is_recent and triton.runtime.driver.active.get_current_target().arch >= _MIN_CAPABILITY
     return {"DEPENDENT": dependent, "launch_pdl": dependent}
 
 

@@ -6,12 +6,15 @@ import ast
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import armature_kernels.triton as package
+from armature_kernels.triton import launch
 
 FOLDER = Path(package.__path__[0])
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if "triton.jit(" in path.read_text(encoding="utf-8"))
@@ -63,3 +66,17 @@ def test_every_dependent_kernel_waits_first() -> None:
 
 def test_a_name_that_is_no_argument_is_found() -> None:
     assert MODULES and strange_names("@f.jit(do_not_specialize=('a', 'b'))\ndef f(b): ...", {}) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "driver", "expected"), [(90, 12_030, True), (100, 13_000, True), (89, 13_000, False), (90, 12_020, False)]
+)
+def test_launches_depend_where_graphs_capture_them(
+    arch: int, driver: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=arch))
+    monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(launch.triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    found = launch.launch_options.__wrapped__()
+    assert found == {"DEPENDENT": expected, "launch_pdl": expected}
