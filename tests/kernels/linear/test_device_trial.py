@@ -16,7 +16,8 @@ from armature_kernels.linear.device_int8 import DeviceInt8Factory
 pytest.importorskip("triton", reason="Triton is not installed")
 from tiled_codes import fresh_scratch
 
-HERE, BF16 = torch.device("cpu"), torch.bfloat16
+HERE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+BF16 = torch.bfloat16
 
 
 class Timed:
@@ -102,4 +103,5 @@ def test_what_the_kernel_cannot_read_has_no_trial(timed: Callable[..., Timed]) -
 
 def test_nothing_is_tried_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_trial, "_found", {})
+    monkeypatch.setattr(device_trial, "triton_usable", lambda tensor: False)
     assert DeviceFactory(HERE, BF16).empty_form(8, 64, None).few_rows == 0
