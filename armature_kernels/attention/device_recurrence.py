@@ -16,7 +16,7 @@ from torch import Tensor
 
 from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs
 from armature_kernels.attention.recurrent_sizes import STATE_COLUMNS, RecurrentSizes
-from armature_kernels.triton.support import triton_usable
+from armature_kernels.triton.support import agrees_with_reference, relative_difference, triton_usable
 
 CHUNK_TOKENS = 64
 
@@ -83,7 +83,7 @@ def recur_on_device(
     query, key, value = _heads(mixed, sizes)
     out = torch.empty_like(value)
     matrices = states[:, sizes.tail_elements : sizes.state_elements]
-    if single and triton_usable(mixed):
+    if single and triton_usable(mixed) and _agrees(mixed, sizes):
         from armature_kernels.triton.recurrence import advance_by_token
 
         scales = logs[:single], factors[:single]
@@ -103,6 +103,32 @@ def recur_on_device(
     if layer.skips is not None:
         out += value * layer.skips[:, None]
     return out.flatten(1)
+
+
+def _agrees(mixed: Tensor, sizes: RecurrentSizes) -> bool:
+    case = (sizes, mixed.dtype)
+    return agrees_with_reference("recurrent states", case, lambda: kernel_difference(mixed.device, sizes))
+
+
+def kernel_difference(where: torch.device, sizes: RecurrentSizes) -> float:
+    """Return the relative difference of random tokens of two sequences by the kernel and by torch, and of their states."""
+    from armature_kernels.triton.recurrence import advance_by_token
+
+    generator = torch.Generator(where).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=where)
+
+    mixed, states = random(2, sizes.channels), random(4, sizes.state_elements)
+    logs, factors = -random(2, sizes.heads).abs(), random(2, sizes.heads).sigmoid()
+    matrices = states[:, sizes.tail_elements : sizes.state_elements]
+    # Elements of padding are not part of a state.
+    matrices.copy_(_stored(_matrices(matrices, sizes), sizes))
+    own = [*_heads(mixed, sizes), logs, factors]
+    result, after = _advance_by_token(own, matrices[:2], sizes)
+    reads, writes = (torch.tensor(places, device=where) for places in ((0, 1), (3, 2)))
+    found = advance_by_token(mixed, (logs, factors), states, (reads, writes), sizes)
+    return max(relative_difference(found, result), relative_difference(matrices[writes], after))
 
 
 def _keep(kept: Tensor | None, inputs: Tensor | list[Tensor], step: StateRows) -> None:

@@ -103,11 +103,14 @@ class DeviceFp8Linear(DeviceInt8Linear):
 
     def dequantized(self) -> Tensor:
         out = self.scratch.view(*self.shape)
-        if triton_usable(out):
-            from armature_kernels.triton.linear import dequantize_codes
+        if not triton_usable(out) or not self.agrees(1):
+            return self.dequantized_torch()
+        from armature_kernels.triton.linear import dequantize_codes
 
-            return dequantize_codes(self.codes, self.scales, self.block, out)
-        height, width = self.block
+        return dequantize_codes(self.codes, self.scales, self.block, out)
+
+    def dequantized_torch(self) -> Tensor:
+        out, (height, width) = self.scratch.view(*self.shape), self.block
         out.copy_(self.codes)
         scales = self.scales.repeat_interleave(height, 0)[: len(out)]
         for group in range(scales.shape[1]):

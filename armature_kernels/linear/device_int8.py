@@ -17,9 +17,9 @@ from torch import Tensor
 from armature_kernels.linear.device import CodesAndScales, copy_bias_to_device
 from armature_kernels.linear.device_int4 import DeviceCodesLinear, shared_scratch
 from armature_kernels.linear.device_trial import find_few_rows
-from armature_kernels.linear.layout import MAX_CODE_ROWS, device_int8_bytes
+from armature_kernels.linear.layout import FEW_CODE_ROWS, MAX_CODE_ROWS, device_int8_bytes
 from armature_kernels.linear.quantization import quantize_int8
-from armature_kernels.triton.support import triton_usable
+from armature_kernels.triton.support import agrees_with_reference, relative_difference, triton_usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,32 @@ class DeviceInt8Linear(DeviceCodesLinear):
         return self.codes, self.scales, self.block
 
     def multiply_codes(self, rows: Tensor) -> Tensor:
-        if not triton_usable(rows):
+        if not triton_usable(rows) or not self.agrees(len(rows)):
             return F.linear(rows, self.dequantized())
         from armature_kernels.triton.linear import multiply_codes
 
         return multiply_codes(rows, self.codes, self.scales, self.block)
 
     def dequantized(self) -> Tensor:
+        return self.dequantized_torch()
+
+    def dequantized_torch(self) -> Tensor:
+        """Return the dequantized weight in the scratch memory, by torch: the reference implementation."""
         out = self.scratch.view(*self.shape)
         return torch.mul(self.codes, self.scales[:, None].to(out.dtype), out=out)
+
+    def agrees(self, rows: int) -> bool:
+        """Return True if the kernels give what torch gives for this kind of weight, few rows or many."""
+        case = (type(self), self.shape, self.block, self.dtype, rows > FEW_CODE_ROWS)
+        return agrees_with_reference("products with codes", case, lambda: self.difference(rows))
+
+    def difference(self, rows: int) -> float:
+        """Return the largest difference of a product of random rows by kernels and by torch, relative to the largest number."""
+        from armature_kernels.triton.linear import dequantize_codes, multiply_codes
+
+        generator = torch.Generator(self.device).manual_seed(0)
+        x = torch.randn(rows, self.shape[1], generator=generator, dtype=self.dtype, device=self.device)
+        weight = self.dequantized_torch().clone()
+        out = dequantize_codes(self.codes, self.scales, self.block, torch.empty_like(weight))
+        product = multiply_codes(x, self.codes, self.scales, self.block)
+        return max(relative_difference(out, weight), relative_difference(product, F.linear(x, weight)))

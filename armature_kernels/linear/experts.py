@@ -25,12 +25,13 @@ from armature_kernels.linear.device import DeviceLinear, StackedWeights
 from armature_kernels.linear.device_int8 import DeviceInt8Linear
 from armature_kernels.linear.fp32_panels import Fp32PanelLinear
 from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.layout import FEW_CODE_ROWS
 from armature_kernels.linear.linear import LinearForm
 from armature_kernels.native.arguments import ACTIVATION_CODES, ExpertsArguments, ExpertWeights, OpCode
 from armature_kernels.native.library import native_library
 from armature_kernels.native.memory import empty
 from armature_kernels.native.operations import has_kernel, run_operation
-from armature_kernels.triton.support import triton_usable
+from armature_kernels.triton.support import agrees_with_reference, relative_difference, triton_usable
 
 PanelForm = IntPanelLinear | Bf16PanelLinear | Fp32PanelLinear
 
@@ -135,27 +136,46 @@ class ExpertStack:
 class DeviceExpertStack:
     """All experts of a layer in the memory of a GPU, one after the other."""
 
-    __slots__ = ("down", "gate_up", "has_gates", "scales_inputs")
+    __slots__ = ("down", "experts", "gate_up")
 
-    def __init__(self, gate_up: StackedWeights, down: StackedWeights, has_gates: bool, scales_inputs: bool) -> None:
-        self.gate_up, self.down, self.has_gates, self.scales_inputs = gate_up, down, has_gates, scales_inputs
+    def __init__(self, gate_up: StackedWeights, down: StackedWeights, experts: Sequence[ExpertForms]) -> None:
+        self.gate_up, self.down, self.experts = gate_up, down, tuple(experts)
 
     @classmethod
     def of(cls, experts: Sequence[ExpertForms]) -> DeviceExpertStack | None:
         """Return the stack of these experts; None if the operation does not multiply their form, or there is no GPU."""
         gate_up, down = (_stacked(forms) for forms in ([one.gate_up for one in experts], [one.down for one in experts]))
-        first = experts[0]
-        return None if gate_up is None or down is None else cls(gate_up, down, first.has_gates, first.scales_inputs)
+        return None if gate_up is None or down is None else cls(gate_up, down, experts)
 
     def add_to(self, hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
         """Add each row's experts of x to hidden (`run_experts_torch`)."""
+        is_few = ids.numel() <= FEW_CODE_ROWS * len(self.experts)
+        case = (self.gate_up.weights.shape, self.gate_up.weights.dtype, self.gate_up.block, x.dtype, activation, is_few)
+        if agrees_with_reference("experts", case, lambda: self._difference(x, ids, activation)):
+            self._add_to(hidden, x, ids, weights, activation)
+        else:
+            run_experts_torch(self.experts, hidden, x, ids, weights, activation)
+
+    def _difference(self, x: Tensor, ids: Tensor, activation: str) -> float:
+        """Return the relative difference of as many random rows, with random experts, by the kernels and one by one."""
+        generator = torch.Generator(x.device).manual_seed(0)
+        rows = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        scores = torch.rand(len(x), len(self.experts), generator=generator, device=x.device)
+        weights, chosen = scores.topk(ids.shape[1], 1)
+        found = [torch.zeros(len(x), self.down.weights.shape[1], device=x.device) for _ in "ab"]
+        run_experts_torch(self.experts, found[0], rows, chosen, weights, activation)
+        self._add_to(found[1], rows, chosen, weights, activation)
+        return relative_difference(found[1], found[0])
+
+    def _add_to(self, hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
         from armature_kernels.triton.experts import ExpertBlocks
 
-        if self.scales_inputs:
+        first = self.experts[0]
+        if first.scales_inputs:
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         blocks = ExpertBlocks.of(ids, len(self.gate_up.weights))
         gate_up = blocks.multiply(x, self.gate_up, is_sorted=False)
-        gated = (gate if self.has_gates else activate)(gate_up, activation)
+        gated = (gate if first.has_gates else activate)(gate_up, activation)
         assert isinstance(gated, Tensor), "it is not quantized"
         sorted_results = blocks.multiply(gated, self.down, is_sorted=True)
         results = torch.empty_like(sorted_results).index_copy_(0, blocks.order, sorted_results)

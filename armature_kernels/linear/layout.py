@@ -88,6 +88,7 @@ _TILE_OUTPUTS, _TILE_INPUTS = 8, 64
 # Most rows that a GPU multiplies by eight-bit codes, which are read once per 64 rows: 2 bytes per weight at 128, against 5 if
 # they are dequantized to 16 bits and read again.
 MAX_CODE_ROWS = 128
+FEW_CODE_ROWS = 16  # rows of the smallest block of such a product
 MAX_FEW_ROWS = 4  # most rows that a GPU multiplies without its matrix units, together with the norm before the product
 MIN_FP8_CAPABILITY = (8, 9)  # Ada, the first with products of E4M3
 BLOCKS_CAPABILITY = (9, 0)  # Hopper, the only one with products of E4M3 by scales of blocks

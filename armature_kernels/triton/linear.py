@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from armature_kernels.linear.layout import MAX_FEW_ROWS
+from armature_kernels.linear.layout import FEW_CODE_ROWS, MAX_FEW_ROWS
 from armature_kernels.triton.elementwise import apply_activation
 from armature_kernels.triton.launch import launch_options, wait_for_inputs
 
 _CONVERTED = 1024  # inputs of a block that are dequantized or quantized
 # Rows and inputs of a block. Few rows leave memory for more inputs, of which a multiprocessor must have asked for many to
 # read as fast as it can.
-_FEW_ROWS, _FEW_ROWS_INPUTS, _MANY_ROWS, _MANY_ROWS_INPUTS = 16, 256, 64, 128
+_FEW_ROWS_INPUTS, _MANY_ROWS, _MANY_ROWS_INPUTS = 256, 64, 128
 # Outputs of a block: few for small weights, so that each of a large GPU's 130 multiprocessors has blocks.
 _FEW_OUTPUTS, _MANY_OUTPUTS, _MANY_BLOCKS = 16, 64, 256
 
@@ -98,8 +98,8 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, i
     )
     out = x.new_empty(rows, outputs)
     height, width = block
-    is_few = rows <= _FEW_ROWS
-    rows_of_block = _FEW_ROWS if is_few else _MANY_ROWS
+    is_few = rows <= FEW_CODE_ROWS
+    rows_of_block = FEW_CODE_ROWS if is_few else _MANY_ROWS
     outputs_of_block = _MANY_OUTPUTS if outputs >= _MANY_OUTPUTS * _MANY_BLOCKS else _FEW_OUTPUTS
     grid = (triton.cdiv(outputs, outputs_of_block), triton.cdiv(rows, rows_of_block))
     _multiply_codes[grid](

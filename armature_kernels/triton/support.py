@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import subprocess
 import tempfile
@@ -71,6 +72,12 @@ def agrees_with_reference(kernel: str, case: Hashable, compare: Callable[[], flo
                 difference,
             )
     return _agreed[kernel, case]
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference relative to the largest number expected; infinite if a number is not finite."""
+    difference = float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-30))
+    return difference if math.isfinite(difference) else math.inf
 
 
 @cache

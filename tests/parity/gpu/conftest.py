@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from armature_kernels.elementwise import activations, embedding, norms, rope
+from armature_kernels.triton import support
 
 HERE = Path(__file__).resolve().parent
 
@@ -33,6 +34,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def gpu() -> torch.device:
     """Where tensors of these tests are made."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _kernels_serve() -> Iterator[None]:
+    """A kernel that differs from its reference does not serve, and tests would compare the reference with itself."""
+    agreed = support._agreed  # a test of a wrong kernel replaces it
+    yield
+    assert all(agreed.values()), agreed
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,6 +13,7 @@ from armature_kernels.linear.device import DeviceFactory
 from armature_kernels.linear.device_fp8 import DeviceFp8Factory
 from armature_kernels.linear.device_int8 import DeviceInt8Factory
 from armature_kernels.linear.experts import DeviceExpertStack, ExpertForms, run_experts_torch
+from armature_kernels.triton import support
 from armature_kernels.triton.experts import ExpertBlocks
 from compiled_kernels import CAPABILITIES, MOST_SHARED, compile_all
 
@@ -79,6 +80,25 @@ def test_rows_get_the_sum_of_their_experts(
         torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
     else:  # squares double the error of single elements
         assert (hidden - expected).norm() <= 2**-7 * expected.norm()
+
+
+@torch.inference_mode()
+def test_experts_are_computed_one_by_one_where_the_kernel_is_wrong(
+    served_by_triton: None, gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(experts, "triton_usable", lambda tensor: True)
+    monkeypatch.setattr(support, "_agreed", {})
+    right = ExpertBlocks.multiply
+    monkeypatch.setattr(ExpertBlocks, "multiply", lambda *asked, is_sorted: right(*asked, is_sorted).flip(0))
+    forms = [forms_of(number, False, True, gpu, torch.float32, "exact") for number in range(3)]
+    x, hidden = torch.randn(5, HIDDEN, device=gpu), torch.zeros(5, HIDDEN, device=gpu)
+    weights, ids = torch.rand(5, 3, device=gpu).topk(2)
+    expected = hidden.clone()
+    run_experts_torch(forms, expected, x, ids, weights, "silu")
+    stack = DeviceExpertStack.of(forms)
+    assert stack is not None
+    stack.add_to(hidden, x, ids, weights, "silu")
+    assert torch.equal(hidden, expected) and "The kernel of experts differs" in caplog.text
 
 
 def test_blocks_hold_rows_of_one_expert_each() -> None:

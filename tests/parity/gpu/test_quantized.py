@@ -12,6 +12,7 @@ from armature_kernels.linear.device_fp8 import DeviceFp8Factory, multiplies_bloc
 from armature_kernels.linear.device_int4 import DeviceInt4Factory, dequantize_torch
 from armature_kernels.linear.device_int8 import DeviceInt8Factory
 from armature_kernels.linear.layout import BLOCKS_CAPABILITY, MIN_FP8_CAPABILITY
+from armature_kernels.triton import linear, support
 from armature_kernels.triton.elementwise import dequantize
 from armature_kernels.triton.linear import quantize_rows
 from compiled_kernels import CAPABILITIES, compile_all
@@ -105,6 +106,24 @@ def test_rows_times_e4m3_codes_are_the_dequantized_product(
     torch.testing.assert_close(form.multiply(x).float(), exact, rtol=close, atol=close * inputs**0.5)
     form.max_code_rows = 0
     torch.testing.assert_close(form.multiply(x).float(), exact, rtol=2 * close, atol=2 * close * inputs**0.5)
+
+
+@pytest.mark.parametrize("kind", [DeviceInt8Factory, DeviceFp8Factory])
+@torch.inference_mode()
+def test_codes_are_multiplied_by_torch_where_the_kernel_is_wrong(
+    gpu: torch.device, kind: type[DeviceInt8Factory], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (device_int8, device_fp8):
+        monkeypatch.setattr(module, "triton_usable", lambda tensor: True)
+        monkeypatch.setattr(module, "shared_scratch", fresh_scratch())
+    monkeypatch.setattr(support, "_agreed", {})
+    right = linear.multiply_codes
+    monkeypatch.setattr(linear, "multiply_codes", lambda *asked: right(*asked) * 1.1)
+    form, x = kind(gpu, torch.float32).pack(torch.randn(24, 48), None), torch.randn(2, 48, device=gpu)
+    form.few_rows = 0
+    found = form.multiply(x)
+    assert torch.equal(found, F.linear(x, form.dequantized_torch()))
+    assert caplog.text.count("The kernel of products with codes differs from its reference by 0.1") >= 1
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from armature_kernels.attention import device_recurrence
 from armature_kernels.attention.device_recurrence import StateRows, recur_on_device
 from armature_kernels.attention.recurrence import Recurrence, RecurrentInputs
 from armature_kernels.attention.recurrent_sizes import RecurrentSizes
+from armature_kernels.triton import recurrence, support
 
 SIZES = [
     RecurrentSizes(6, 2, 20, 36, 3, True),
@@ -56,3 +57,22 @@ def test_a_token_advances_states_as_the_reference_does(
         for one in (states, plain)
     ]
     torch.testing.assert_close(*matrices, rtol=1e-5, atol=1e-5)
+
+
+def test_states_are_advanced_by_torch_where_the_kernel_is_wrong(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = RecurrentSizes(2, 1, 8, 16, 3, True)
+    filters, ones = torch.ones(3, sizes.channels, device=gpu), torch.ones(2, device=gpu)
+    layer = Recurrence(sizes, filters, None, ones, ones)
+    inputs = RecurrentInputs(*(torch.randn(1, size, device=gpu) for size in (sizes.channels, 2, 2)))
+    step = StateRows(torch.tensor([0], device=gpu), torch.tensor([1], device=gpu))
+    states = torch.randn(2, sizes.state_elements, device=gpu)
+    expected = recur_on_device(inputs, layer, states.clone(), step)
+    monkeypatch.setattr(device_recurrence, "triton_usable", lambda tensor: True)
+    assert device_recurrence.kernel_difference(gpu, sizes) < 1e-4
+    right = recurrence.advance_by_token
+    monkeypatch.setattr(recurrence, "advance_by_token", lambda *asked: right(*asked) * 1.1)
+    monkeypatch.setattr(support, "_agreed", {})
+    assert torch.equal(recur_on_device(inputs, layer, states.clone(), step), expected)
+    assert "The kernel of recurrent states differs" in caplog.text
