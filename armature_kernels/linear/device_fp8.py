@@ -19,7 +19,7 @@ from armature_kernels.linear.device_int4 import shared_scratch
 from armature_kernels.linear.device_int8 import DeviceInt8Factory, DeviceInt8Linear
 from armature_kernels.linear.device_trial import find_few_rows
 from armature_kernels.linear.layout import BLOCKS_CAPABILITY, MAX_CODE_ROWS, MIN_FP8_CAPABILITY, device_fp8_bytes
-from armature_kernels.triton.support import triton_usable
+from armature_kernels.triton.support import relative_difference, triton_usable
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _ALIGNMENT = 16  # elements, in both sizes of a weight that `torch._scaled_mm` multiplies
@@ -108,6 +108,13 @@ class DeviceFp8Linear(DeviceInt8Linear):
         from armature_kernels.triton.linear import dequantize_codes
 
         return dequantize_codes(self.codes, self.scales, self.block, out)
+
+    def difference(self, rows: int) -> float:
+        from armature_kernels.triton.linear import dequantize_codes
+
+        weight, codes, scales = self.first_outputs()
+        out = dequantize_codes(codes, scales, self.block, torch.empty_like(weight))
+        return max(relative_difference(out, weight), super().difference(rows))
 
     def dequantized_torch(self) -> Tensor:
         out, (height, width) = self.scratch.view(*self.shape), self.block

@@ -21,6 +21,7 @@ from armature_kernels.linear.layout import FEW_CODE_ROWS, MAX_CODE_ROWS, device_
 from armature_kernels.linear.quantization import quantize_int8
 from armature_kernels.triton.support import agrees_with_reference, relative_difference, triton_usable
 
+# Outputs of a weight by which the kernels are compared with torch: as many as their largest blocks are used for.
 _COMPARED_OUTPUTS = 2**14
 
 
@@ -101,20 +102,15 @@ class DeviceInt8Linear(DeviceCodesLinear):
         return agrees_with_reference("products with codes", case, lambda: self.difference(rows))
 
     def difference(self, rows: int) -> float:
-        """Return the largest difference of a product of random rows by kernels and by torch, relative to the largest number.
-
-        So many first outputs are multiplied that little memory is needed.
-        """
-        from armature_kernels.triton.linear import dequantize_codes, multiply_codes
+        """Return the largest difference of a product of random rows by the kernel and by torch, relative to the largest number."""
+        from armature_kernels.triton.linear import multiply_codes
 
         generator = torch.Generator(self.device).manual_seed(0)
         x = torch.randn(rows, self.shape[1], generator=generator, dtype=self.dtype, device=self.device)
+        weight, codes, scales = self.first_outputs()
+        return relative_difference(multiply_codes(x, codes, scales, self.block), F.linear(x, weight))
+
+    def first_outputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return so many outputs that comparing them needs little memory: dequantized by torch, codes and scales."""
         count = min(self.shape[0], _COMPARED_OUTPUTS)
-        weight, codes, scales = (
-            self.dequantized_torch()[:count],
-            self.codes[:count],
-            self.scales[: -(-count // self.block[0])],
-        )
-        out = dequantize_codes(codes, scales, self.block, torch.empty_like(weight))
-        product = multiply_codes(x, codes, scales, self.block)
-        return max(relative_difference(out, weight), relative_difference(product, F.linear(x, weight)))
+        return self.dequantized_torch()[:count], self.codes[:count], self.scales[: -(-count // self.block[0])]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from armature_kernels.linear.layout import MAX_FEW_ROWS
-from armature_kernels.triton.support import triton_usable
+from armature_kernels.triton.support import relative_difference, triton_usable
 
 _TRIED_ROWS = (MAX_FEW_ROWS, 1)
 _MAX_OUTPUTS = 2**15  # of a weight in a trial: more behave alike
@@ -80,7 +80,7 @@ def _tried(factory: _Factory, outputs: int, inputs: int) -> int:
         x = random(rows)
         without, expected = _seconds_and_product(forms, x, 0)
         seconds, product = _seconds_and_product(forms, x, rows)
-        error = float((product - expected).abs().max() / expected.abs().max())
+        error = relative_difference(product, expected)
         is_used = error < 0.02 and seconds <= without
         logging.getLogger(__name__).info(
             "Products of %d rows with [%d, %d] by %s: %.1f µs by the kernel for few rows, %.1f µs without it, "
@@ -97,7 +97,7 @@ def _seconds_and_product(forms: Sequence[_Form], x: Tensor, few_rows: int) -> tu
     for form in forms:
         form.few_rows = few_rows
     seconds = graph_seconds(lambda: [form.multiply(x) for form in forms], x.device) / len(forms)
-    return seconds, forms[0].multiply(x).float()
+    return seconds, forms[0].multiply(x)
 
 
 def graph_seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -22,8 +22,6 @@ _CONVERTED = 1024  # inputs of a block that are dequantized or quantized
 _FEW_ROWS_INPUTS, _MANY_ROWS, _MANY_ROWS_INPUTS = 256, 64, 128
 # Outputs of a block: few for small weights, so that each of a large GPU's 130 multiprocessors has blocks.
 _FEW_OUTPUTS, _MANY_OUTPUTS, _MANY_BLOCKS = 16, 64, 256
-
-
 _WORDS = 256  # words of 32 bits of a row of the weight at a time, one for each thread
 _WORDS_AHEAD = 32  # that each thread has asked for and not multiplied yet
 _FEWEST_PROGRAMS = 256  # two for each multiprocessor of a large GPU

@@ -40,9 +40,8 @@ _NUCLEUS_WIDTHS = (
 # sum of the bits of a negative float, read as int32, and its index in the ascending order of all floats
 _NEGATIVE_RANK_SUM = -(2**31) - 1
 _RANK_OF_MINUS_INF = _NEGATIVE_RANK_SUM + 2**23  # the index of -inf; 0 has index 0
-_COMPARED_ROWS = (
-    40  # by which the kernels are compared: one may differ, since sums of probabilities are rounded differently
-)
+# Rows by which the kernels are compared; one may differ, since sums of probabilities are rounded differently.
+_COMPARED_ROWS = 40
 _BISECTION_ROUNDS, _BISECTION_ROUNDS_TO_ONE = (
     32,
     30,
