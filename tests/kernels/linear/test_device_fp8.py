@@ -29,7 +29,10 @@ def test_many_rows_are_quantized_too_where_the_device_multiplies_codes(
         form.fill(0, weight[:32])
         form.fill(32, weight[32:])
     else:
-        codes, scales = (weight * 100).to(torch.float8_e4m3fn), torch.rand(-(-48 // block[0]), 96 // block[1]) / 100
+        codes, scales = (
+            (weight * 100).to(torch.float8_e4m3fn),
+            (torch.rand(-(-48 // block[0]), 96 // block[1]) + 0.5) / 100,
+        )
         form.fill_stored(0, codes.view(torch.uint8), scales.repeat_interleave(block[0], 0)[:48])
     held = form.dequantized().float()
     codes, scales = quantize_fp8(x)
@@ -61,7 +64,7 @@ def test_many_rows_are_quantized_in_groups_for_weights_in_blocks(
     form = DeviceFp8Factory(CPU, torch.bfloat16, (128, 128)).empty_form(
         outputs, inputs, torch.randn(outputs).bfloat16()
     )
-    scales = torch.rand(-(-outputs // 128), inputs // 128).repeat_interleave(128, 0)[:outputs] / 100
+    scales = (torch.rand(-(-outputs // 128), inputs // 128) + 0.5).repeat_interleave(128, 0)[:outputs] / 100
     form.fill_stored(0, torch.randn(outputs, inputs).to(torch.float8_e4m3fn).view(torch.uint8), scales)
     assert form.bias is not None and form.multiplies_codes == by_codes
     held, bias = form.dequantized().float(), form.bias.float()
